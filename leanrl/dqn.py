@@ -1,0 +1,418 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# ///
+"""Deep Q-learning, DQN, for vector observations (Mnih et al. 2015, https://www.nature.com/articles/nature14236).
+
+An off-policy method for discrete actions: a network learns every action's value from replayed transitions, towards
+targets from a copy of itself that is renewed now and then. It acts greedily but for a falling share ε of random actions.
+This is the eager reference; `dqn_torchcompile.py` is the same algorithm at full speed.
+
+    python leanrl/dqn.py --env-id CartPole-v1 --seed 1
+
+Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns and fps are in the README.
+To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
+"""
+
+import copy
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import platform
+import random
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of every random number: environments, networks, exploration, replay"""
+    env_id: str = "CartPole-v1"
+    """Gymnasium id of the environment"""
+    total_timesteps: int = 500_000
+    """length of the run, in environment steps summed over all environments"""
+    num_envs: int = 1
+    """number of environments stepped side by side; the ratio of updates to environment steps does not depend on it"""
+    cuda: bool = True
+    """train on CUDA where there is a device, else on the CPU"""
+    torch_deterministic: bool = True
+    """deterministic cuDNN and cuBLAS kernels"""
+    track: bool = False
+    """send the metrics to Weights & Biases as well (needs the wandb package)"""
+    wandb_project: str = "leanrl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; your default one if not given"""
+    output_dir: str = "runs"
+    """folder in which the run's own folder is made"""
+    measure_burnin: int = 100
+    """environment steps after the first update before fps is measured"""
+
+    buffer_size: int = 10_000
+    """capacity of the replay buffer, in transitions"""
+    gamma: float = 0.99
+    """discount factor, per step"""
+    tau: float = 1.0
+    """share of the new parameters in each update of the target networks"""
+    batch_size: int = 128
+    """transitions per update"""
+    learning_starts: int = 10_000
+    """environment steps of random actions before the first update"""
+    learning_rate: float = 2.5e-4
+    """learning rate of Adam"""
+    train_frequency: int = 10
+    """environment steps between updates"""
+    target_network_frequency: int = 500
+    """environment steps between updates of the target networks"""
+    start_e: float = 1.0
+    """share of random actions ε at the start"""
+    end_e: float = 0.05
+    """share of random actions ε once it has fallen"""
+    exploration_fraction: float = 0.5
+    """share of the run over which ε falls linearly"""
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    sys.exit(print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr) or 2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    for names, allowed, low, high in (
+        (counts, "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
+        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("learning_rate policy_lr q_lr", "must be finite and above 0", sys.float_info.min, sys.float_info.max),
+        ("alpha policy_noise exploration_noise noise_clip", "must be finite, at least 0", 0, sys.float_info.max),
+        ("gamma tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+    ):
+        for name in names.split():
+            if not low <= getattr(args, name, low) <= high:
+                fail(name, getattr(args, name), allowed)
+    if args.learning_starts >= args.total_timesteps:
+        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    if args.buffer_size < args.num_envs:
+        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
+    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
+        fail("cudagraphs", True, "needs a CUDA device and --cuda")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("track", True, "needs the wandb package: pip install wandb")
+
+
+class Run:
+    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started.
+    """
+
+    def __init__(self, args: Args, device: torch.device):
+        self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
+        self.global_step = self.updates = self.episodes = self.next_log = 0
+        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        steps_of_learning = args.total_timesteps - args.learning_starts
+        self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
+        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
+        try:
+            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            while self.folder.exists():  # another run began within this second
+                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        found = {p: importlib.util.find_spec(p) for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
+        versions = {package: importlib.metadata.version(package) if spec else None for package, spec in found.items()}
+        self.about["versions"] = {"python": platform.python_version()} | versions
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+        if args.track:
+            import wandb
+
+            wandb.init(project=args.wandb_project, entity=args.wandb_entity, config=vars(args), dir=str(self.folder))
+
+    def __enter__(self):
+        def interrupt(number, _frame):
+            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+
+        self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
+        return self
+
+    def step(self, rewards: Sequence[float], terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
+        """Counts one step of every environment and writes down the episodes that it ends; each of length `num_envs`."""
+        self.global_step += len(rewards)
+        for i, reward in enumerate(rewards):
+            self.returns[i] += float(reward)
+            self.lengths[i] += 1
+            if terminated[i] or truncated[i]:
+                finite = math.isfinite(self.returns[i])  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": self.returns[i] if finite else None}
+                line |= {"length": self.lengths[i], "terminated": bool(terminated[i])}
+                self.files["episodes"].write(json.dumps(line) + "\n")
+                self.recent.extend([(self.returns[i], self.lengths[i])] if finite else [])
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
+        if self.window is None and self.global_step >= self.window_opens:
+            self.window = (self.global_step, self.now())
+        if self.global_step < self.next_log:
+            return
+        self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        losses = {name: float(loss) for name, loss in losses.items()}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {"episode_return": self.recent_mean(0), "episode_length": self.recent_mean(1)}
+        line |= {**losses, "learning_rate": learning_rate}
+        self.files["metrics"].write(json.dumps(line) + "\n")
+        if self.args.track:
+            sys.modules["wandb"].log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def recent_mean(self, column: int) -> float | None:
+        """Mean return (0) or length (1) of the last 100 episodes; None while there is none."""
+        return round(math.fsum(row[column] for row in self.recent) / len(self.recent), 4) if self.recent else None
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not cost the summary
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+        now = self.now() if kind is None or stopped else time.perf_counter()
+        first_step, opened = self.window or (self.global_step, now)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
+        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates}
+        summary["fps"] = round((self.global_step - first_step) / (now - opened), 2) if now > opened else None
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(now - self.start, 3), "episodes": self.episodes}
+        summary |= {"episode_return": self.recent_mean(0), **self.about, "peak_memory_bytes": peak}
+        if self.device.type == "cuda":
+            summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        summary["status"] = "finished" if kind is None else "interrupted" if stopped else "failed"
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        for file in (*self.files.values(), self.bar):
+            file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{summary['fps']} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{summary['status']} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if stopped:
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+        if kind is FloatingPointError:
+            sys.exit(f"error: {error}")
+
+
+# ---- Environments ----
+def make_environment(env_id: str) -> gym.Env:
+    """One Gymnasium environment; ends the program with exit status 2 if it can't be made.
+
+    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            if "mujoco" in str(gym.spec(env_id).entry_point):
+                import mujoco
+
+                mujoco.set_mju_user_warning(lambda message: None)
+            return gym.make(env_id, disable_env_checker=True)
+    except (gym.error.Error, ImportError) as error:
+        nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
+        fail("env_id", env_id, f"no such environment; nearest names: {nearest} ({str(error).partition(chr(10))[0]})")
+
+
+def check_discrete_spaces(env: gym.Env) -> None:
+    """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        fail("env_id", env.spec.id, f"its actions must be Discrete and start at 0, not {actions}")
+
+
+def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed or environment shares them."""
+    envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs).tolist()
+    for env, seed in zip(envs, seeds, strict=True):
+        env.action_space.seed(seed)
+    return envs, seeds
+
+
+# ---- Networks ----
+class DiscreteQNetwork(nn.Module):
+    """The value of every action; [B, observation_dim] -> [B, actions]."""
+
+    def __init__(self, observation_dim: int, actions: int):
+        super().__init__()
+        self.fc1 = nn.Linear(observation_dim, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, actions)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(observation)))))
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+def times_due(step: int, num_envs: int, frequency: int) -> int:
+    """How many multiples of `frequency` the last `num_envs` steps have reached, up to and with `step`."""
+    return step // frequency - (step - num_envs) // frequency
+
+
+# ---- Replay ----
+class ReplayBuffer:
+    """A ring of the last `capacity` transitions, in host memory, sampled uniformly with replacement."""
+
+    def __init__(self, capacity: int, env: gym.Env, device: torch.device):
+        observation_dim, actions = env.observation_space.shape[0], env.action_space
+        self.capacity, self.device, self.written = capacity, device, 0
+        self.fields = {
+            "observation": np.zeros((capacity, observation_dim), np.float32),
+            "next_observation": np.zeros((capacity, observation_dim), np.float32),
+            "action": np.zeros((capacity, *actions.shape), actions.dtype),
+            "reward": np.zeros(capacity, np.float32),
+            "terminated": np.zeros(capacity, np.float32),
+        }
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+
+    def add(self, *transition) -> None:
+        """Stores one transition: observation, next observation, action, reward, terminated."""
+        for field, value in zip(self.fields.values(), transition, strict=True):
+            field[self.written % self.capacity] = value
+        self.written += 1
+
+    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """A batch of transitions: tensors of shape [batch_size, ...] by the names of the fields."""
+        slots = np.random.randint(min(self.written, self.capacity), size=batch_size)
+        return {name: torch.as_tensor(field[slots], device=self.device) for name, field in self.fields.items()}
+
+
+# ---- Agent ----
+class DQNAgent:
+    """The network, its target, its optimiser, and the update on them."""
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        self.args, self.device = args, device
+        observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
+        self.q_network = DiscreteQNetwork(observation_dim, actions).to(device)
+        self.target_network = copy.deepcopy(self.q_network)
+        self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
+        self.losses = {}
+
+    @torch.no_grad()
+    def act(self, observation: np.ndarray) -> list[int]:
+        """Greedy actions; [num_envs, observation_dim] -> [num_envs]."""
+        return self.q_network(torch.as_tensor(observation, device=self.device)).argmax(1).tolist()
+
+    def update(self, batch: dict[str, torch.Tensor]) -> None:
+        """One step on the squared temporal-difference error (algorithm 1)."""
+        with torch.no_grad():
+            next_value = self.target_network(batch["next_observation"]).max(1).values
+            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+        q = self.q_network(batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
+        loss = F.mse_loss(q, target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.losses = {"td_loss": loss.detach(), "q_value": q.detach().mean()}
+
+    @torch.no_grad()
+    def update_target(self) -> None:
+        for target, parameter in zip(self.target_network.parameters(), self.q_network.parameters(), strict=True):
+            target.lerp_(parameter, self.args.tau)
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # a network this small is slower on several
+    envs, seeds = make_environments(args)
+    check_discrete_spaces(envs[0])
+    agent = DQNAgent(args, envs[0], device)
+    buffer = ReplayBuffer(args.buffer_size, envs[0], device)
+    actions = range(int(envs[0].action_space.n))
+
+    with Run(args, device) as run:
+        print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
+        first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+        observation = np.stack(first, dtype=np.float32)
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        while run.global_step < args.total_timesteps:
+            # Act: at random with probability ε, else greedily
+            duration = args.exploration_fraction * args.total_timesteps
+            epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
+            action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
+            if None in action:
+                greedy = agent.act(observation)
+                action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
+
+            # Step and store; where an episode has ended, the next one begins
+            for i, env in enumerate(envs):
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i])
+                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            run.step(rewards, terminated, truncated)
+
+            # Learn
+            if run.global_step > args.learning_starts:
+                for _ in range(times_due(run.global_step, args.num_envs, args.train_frequency)):
+                    agent.update(buffer.sample(args.batch_size))
+                    run.updates += 1
+                if times_due(run.global_step, args.num_envs, args.target_network_frequency):
+                    agent.update_target()
+            run.log(agent.losses | {"epsilon": epsilon}, args.learning_rate)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,664 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16"]
+# ///
+"""Soft actor-critic for continuous actions (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905).
+
+An off-policy method: a tanh-squashed Gaussian policy maximises reward plus entropy, two critics learn its soft
+value from replayed transitions (the smaller estimate counts), and the temperature α is tuned towards a target entropy.
+This is `sac_continuous_action.py` at full speed: one graph an update, the parameters of a network one flat vector.
+
+    python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
+
+Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own returns and fps are in the README.
+To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
+"""
+
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import platform
+import random
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from tensordict import TensorDict
+from tensordict.nn import CudaGraphModule
+from torch.func import functional_call, grad_and_value, vmap
+from tqdm import tqdm
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of every random number: environments, networks, exploration, replay"""
+    env_id: str = "HalfCheetah-v4"
+    """Gymnasium id of the environment"""
+    total_timesteps: int = 1_000_000
+    """length of the run, in environment steps summed over all environments"""
+    num_envs: int = 1
+    """number of environments stepped side by side; the ratio of updates to environment steps does not depend on it"""
+    cuda: bool = True
+    """train on CUDA where there is a device, else on the CPU"""
+    torch_deterministic: bool = True
+    """deterministic cuDNN and cuBLAS kernels"""
+    track: bool = False
+    """send the metrics to Weights & Biases as well (needs the wandb package)"""
+    wandb_project: str = "leanrl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; your default one if not given"""
+    output_dir: str = "runs"
+    """folder in which the run's own folder is made"""
+    measure_burnin: int = 100
+    """environment steps after the first update before fps is measured"""
+
+    buffer_size: int = 1_000_000
+    """capacity of the replay buffer, in transitions"""
+    gamma: float = 0.99
+    """discount factor, per step"""
+    tau: float = 0.005
+    """share of the new parameters in each update of the target networks"""
+    batch_size: int = 256
+    """transitions per update"""
+    learning_starts: int = 5_000
+    """environment steps of random actions before the first update"""
+    policy_lr: float = 3e-4
+    """Adam's learning rate for the policy"""
+    q_lr: float = 1e-3
+    """Adam's learning rate for the critics and for α"""
+    policy_frequency: int = 2
+    """environment steps between policy updates (SAC then makes as many of those at once)"""
+    target_network_frequency: int = 1
+    """environment steps between updates of the target networks"""
+    alpha: float = 0.2
+    """entropy temperature α when it is not tuned"""
+    autotune: bool = True
+    """tune α towards an entropy of minus the number of action dimensions"""
+
+    compile: bool = False
+    """compile acting, storing and updating with torch.compile"""
+    cudagraphs: bool = False
+    """capture acting, storing and updating in CUDA graphs"""
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    sys.exit(print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr) or 2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    for names, allowed, low, high in (
+        (counts, "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
+        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("learning_rate policy_lr q_lr", "must be finite and above 0", sys.float_info.min, sys.float_info.max),
+        ("alpha policy_noise exploration_noise noise_clip", "must be finite, at least 0", 0, sys.float_info.max),
+        ("gamma tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+    ):
+        for name in names.split():
+            if not low <= getattr(args, name, low) <= high:
+                fail(name, getattr(args, name), allowed)
+    if args.learning_starts >= args.total_timesteps:
+        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    if args.buffer_size < args.num_envs:
+        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
+    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
+        fail("cudagraphs", True, "needs a CUDA device and --cuda")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("track", True, "needs the wandb package: pip install wandb")
+
+
+class Run:
+    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started.
+    """
+
+    def __init__(self, args: Args, device: torch.device):
+        self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
+        self.global_step = self.updates = self.episodes = self.next_log = 0
+        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        steps_of_learning = args.total_timesteps - args.learning_starts
+        self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
+        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
+        try:
+            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            while self.folder.exists():  # another run began within this second
+                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        found = {p: importlib.util.find_spec(p) for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
+        versions = {package: importlib.metadata.version(package) if spec else None for package, spec in found.items()}
+        self.about["versions"] = {"python": platform.python_version()} | versions
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+        if args.track:
+            import wandb
+
+            wandb.init(project=args.wandb_project, entity=args.wandb_entity, config=vars(args), dir=str(self.folder))
+
+    def __enter__(self):
+        def interrupt(number, _frame):
+            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+
+        self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
+        return self
+
+    def step(self, rewards: Sequence[float], terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
+        """Counts one step of every environment and writes down the episodes that it ends; each of length `num_envs`."""
+        self.global_step += len(rewards)
+        for i, reward in enumerate(rewards):
+            self.returns[i] += float(reward)
+            self.lengths[i] += 1
+            if terminated[i] or truncated[i]:
+                finite = math.isfinite(self.returns[i])  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": self.returns[i] if finite else None}
+                line |= {"length": self.lengths[i], "terminated": bool(terminated[i])}
+                self.files["episodes"].write(json.dumps(line) + "\n")
+                self.recent.extend([(self.returns[i], self.lengths[i])] if finite else [])
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
+        if self.window is None and self.global_step >= self.window_opens:
+            self.window = (self.global_step, self.now())
+        if self.global_step < self.next_log:
+            return
+        self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        losses = {name: float(loss) for name, loss in losses.items()}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {"episode_return": self.recent_mean(0), "episode_length": self.recent_mean(1)}
+        line |= {**losses, "learning_rate": learning_rate}
+        self.files["metrics"].write(json.dumps(line) + "\n")
+        if self.args.track:
+            sys.modules["wandb"].log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def recent_mean(self, column: int) -> float | None:
+        """Mean return (0) or length (1) of the last 100 episodes; None while there is none."""
+        return round(math.fsum(row[column] for row in self.recent) / len(self.recent), 4) if self.recent else None
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not cost the summary
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+        now = self.now() if kind is None or stopped else time.perf_counter()
+        first_step, opened = self.window or (self.global_step, now)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
+        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates}
+        summary["fps"] = round((self.global_step - first_step) / (now - opened), 2) if now > opened else None
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(now - self.start, 3), "episodes": self.episodes}
+        summary |= {"episode_return": self.recent_mean(0), **self.about, "peak_memory_bytes": peak}
+        if self.device.type == "cuda":
+            summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        summary["status"] = "finished" if kind is None else "interrupted" if stopped else "failed"
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        for file in (*self.files.values(), self.bar):
+            file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{summary['fps']} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{summary['status']} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if stopped:
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+        if kind is FloatingPointError:
+            sys.exit(f"error: {error}")
+
+
+# ---- Environments ----
+def make_environment(env_id: str) -> gym.Env:
+    """One Gymnasium environment; ends the program with exit status 2 if it can't be made.
+
+    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            if "mujoco" in str(gym.spec(env_id).entry_point):
+                import mujoco
+
+                mujoco.set_mju_user_warning(lambda message: None)
+            return gym.make(env_id, disable_env_checker=True)
+    except (gym.error.Error, ImportError) as error:
+        nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
+        fail("env_id", env_id, f"no such environment; nearest names: {nearest} ({str(error).partition(chr(10))[0]})")
+
+
+def check_continuous_spaces(env: gym.Env) -> None:
+    """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1 or not actions.is_bounded():
+        fail("env_id", env.spec.id, f"its actions must be a one-dimensional Box with finite bounds, not {actions}")
+
+
+def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed or environment shares them."""
+    envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
+    seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs).tolist()
+    for env, seed in zip(envs, seeds, strict=True):
+        env.action_space.seed(seed)
+    return envs, seeds
+
+
+# ---- Networks ----
+class QNetwork(nn.Module):
+    """Action value; [B, observation_dim], [B, action_dim] -> [B]."""
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(observation_dim + action_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc3 = nn.Linear(256, 1)
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.fc1(torch.cat([observation, action], -1)))
+        return self.fc3(F.relu(self.fc2(x))).squeeze(-1)
+
+
+class GaussianActor(nn.Module):
+    """Mean and log standard deviation of the policy's Gaussian; [B, observation_dim] -> two of [B, action_dim]."""
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(observation_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc_mean_and_log_std = nn.Linear(256, 2 * action_dim)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = F.relu(self.fc2(F.relu(self.fc1(observation))))
+        mean, log_std = self.fc_mean_and_log_std(x).chunk(2, -1)
+        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
+
+
+def squashed_gaussian(
+    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Action tanh(mean + std · noise) · scale + bias and its log-probability (appendix C); [B, A] -> [B, A], [B]."""
+    squashed = torch.tanh(mean + noise * log_std.exp())
+    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob - torch.log(scale * (1 - squashed.square()) + 1e-6)
+    return squashed * scale + bias, log_prob.sum(-1)
+
+
+# ---- Replay ----
+class ReplayRing:
+    """The last `capacity` transitions of `num_envs` environments, on `device`, with each observation held once.
+
+    Transition n, counted from 0, lies in slot n % slots. Its next observation is the observation of transition
+    n + num_envs, the same environment's next. Only where an episode was truncated does `next_slot` point elsewhere: to
+    a copy of its true last observation, behind the ring. (Nothing is bootstrapped from a terminated episode's.)
+
+    The host fills up to `rows` transitions (`add`) and `upload` sends them in one copy; `write`, `draw` and `gather`
+    work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    """
+
+    def __init__(self, capacity: int, env: gym.Env, num_envs: int, rows: int, device: torch.device):
+        self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
+        self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
+        longest = env.spec.max_episode_steps  # without it every episode might be a single step
+        self.copies = capacity // longest + 2 * num_envs + 1 if longest else capacity + num_envs
+        self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
+
+        self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
+        dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
+        self.observations = torch.zeros(self.slots + self.copies, self.observation_dim, dtype=dtype, device=device)
+        action_dtype = torch.float32 if env.action_space.shape else torch.int32
+        self.transitions = TensorDict(
+            action=torch.zeros(self.slots, *env.action_space.shape, dtype=action_dtype, device=device),
+            reward=torch.zeros(self.slots, device=device),
+            terminated=torch.zeros(self.slots, dtype=torch.bool, device=device),
+            next_slot=torch.zeros(self.slots, dtype=torch.int32, device=device),
+            batch_size=[self.slots],
+        )
+        self.nbytes = self.observations.nbytes + sum(field.nbytes for field in self.transitions.values())
+        self.written, self.oldest = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
+
+        # A staged row: the newest observation, action, reward, terminated, copy of the last observation or -1, in use
+        width = self.observation_dim + self.action_dim + 4
+        self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
+        self.incoming, self.host = self.staged.to(device), self.staged.numpy()  # on the CPU all one memory
+        self.row = torch.arange(rows, device=device)
+
+    def start(self, observations: np.ndarray) -> None:
+        """Takes the first observations, [num_envs, observation_dim]."""
+        first = torch.as_tensor(observations, dtype=torch.float32, device=self.device)
+        self.observations[: self.num_envs] = first
+        self.incoming[: self.num_envs, : self.observation_dim] = first
+
+    def add(self, row: int, observation, action, reward, terminated, last_observation=None) -> None:
+        """Stages a transition and the observation to act on next; `last_observation` if it was truncated by a limit."""
+        index = -1
+        if last_observation is not None:
+            index = self.truncations % self.copies
+            # The copies to be reused next belong to transitions that are sampled no more, nor any older one
+            owner = self.owners[(self.truncations + self.num_envs) % self.copies]
+            if owner >= self.added - self.capacity - self.num_envs:
+                self.oldest.clamp_(min=owner + 1)
+            self.observations[self.slots + index] = torch.as_tensor(last_observation, device=self.device)
+            self.owners[index], self.truncations = self.added, self.truncations + 1
+        self.added += 1
+        if row == 0:
+            self.host[:, -1] = 0
+        line = self.host[row]
+        line[: self.observation_dim], line[self.observation_dim : -4] = observation, action
+        line[-4:] = reward, terminated, index, 1
+
+    def upload(self) -> None:
+        """Sends the staged rows to the device; the caller waits for the device before it stages others."""
+        if self.incoming is not self.staged:
+            self.incoming.copy_(self.staged, non_blocking=True)
+
+    def write(self) -> None:
+        """Puts the rows in use into the ring; the others only touch slots that are not sampled."""
+        observation, action, rest = self.incoming.split([self.observation_dim, self.action_dim, 4], 1)
+        reward, terminated, index, in_use = rest.unbind(1)
+        slot = (self.written + self.row) % self.slots
+        next_slot = (slot + self.num_envs) % self.slots
+        self.observations[next_slot] = observation.to(self.observations.dtype)
+        self.transitions[slot] = TensorDict(
+            action=action.view(-1, *self.action_space.shape).to(self.transitions["action"].dtype),
+            reward=reward,
+            terminated=terminated.bool(),
+            next_slot=torch.where(index < 0, next_slot, self.slots + index.int()).int(),
+            batch_size=slot.shape,
+        )
+        self.written.add_(in_use.sum().long())
+
+    def draw(self, shape: tuple[int, ...], ahead: int) -> torch.Tensor:
+        """Numbers of transitions, uniform over the ring as it will be once `ahead` more are written; of `shape`."""
+        newest = self.written + ahead
+        oldest = torch.maximum(self.oldest, newest - self.capacity)
+        return oldest + torch.randint(2**62, shape, device=self.device) % (newest - oldest)
+
+    def gather(self, number: torch.Tensor) -> TensorDict:
+        """The transitions of these numbers; [B] -> TensorDict of [B], all but integer actions in float32."""
+        slot = number % self.slots
+        batch = self.transitions[slot]
+        batch["terminated"] = batch["terminated"].float()
+        batch["observation"] = self.observations[slot].float()
+        batch["next_observation"] = self.observations[batch["next_slot"].long()].float()
+        return batch
+
+
+# ---- Flat parameters ----
+def flatten(tensors: Mapping[str, torch.Tensor], batch_dims: int = 0) -> torch.Tensor:
+    """Joins tensors of shape [*batch, ...] into one of [*batch, P]; `batch_dims` says how many dimensions batch has."""
+    return torch.cat([tensor.flatten(batch_dims) for tensor in tensors.values()], -1)
+
+
+def unflatten(flat: torch.Tensor, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Views of `flat`, [*batch, P], with the names and shapes of the module's parameters, [*batch, ...]."""
+    named = dict(module.named_parameters())
+    parts = flat.split([parameter.numel() for parameter in named.values()], -1)
+    return {name: part.unflatten(-1, named[name].shape) for name, part in zip(named, parts, strict=True)}
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, parameters: torch.Tensor, lr: float):
+        self.parameters, self.lr, self.step = parameters, lr, torch.zeros((), device=parameters.device)
+        self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
+
+    def update(self, gradient: torch.Tensor) -> None:
+        self.step.add_(1)
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        first, second = self.first_moment / (1 - 0.9**self.step), self.second_moment / (1 - 0.999**self.step)
+        self.parameters.sub_(self.lr * first / (second.sqrt() + 1e-8))
+
+
+# ---- Agent ----
+class CompiledSACAgent:
+    """Networks, their optimisers, the replay ring, and the updates on them.
+
+    `store`, `act` and `update`, which `main` compiles and captures, take no tensor and return none: they work on
+    tensors of fixed address, so that a captured graph is replayed without copies.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        self.args, self.device = args, device
+        observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
+        low, high = (torch.as_tensor(bound, device=device) for bound in (env.action_space.low, env.action_space.high))
+        self.scale, self.bias = ((high - low) / 2).float(), ((high + low) / 2).float()
+        # The modules give names and shapes; the parameters are flat vectors, the twin critics' the rows of one matrix
+        self.actor_net = GaussianActor(observation_dim, self.action_dim)
+        self.q_net, twin = (QNetwork(observation_dim, self.action_dim) for _ in range(2))
+        self.actor = flatten(dict(self.actor_net.named_parameters())).to(device)
+        self.critics = torch.stack([flatten(dict(net.named_parameters())) for net in (self.q_net, twin)]).to(device)
+        self.target_critics = self.critics.clone()
+        self.log_alpha = torch.tensor(0.0 if args.autotune else math.log(max(args.alpha, 1e-30)), device=device)
+        self.actor_adam, self.critic_adam = Adam(self.actor, args.policy_lr), Adam(self.critics, args.q_lr)
+        self.alpha_adam = Adam(self.log_alpha, args.q_lr)
+        self.losses = torch.zeros(3, device=device)
+
+        self.ring = ReplayRing(args.buffer_size, env, args.num_envs, args.num_envs, device)
+        self.drawn = torch.zeros(args.num_envs, args.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        self.outbox = torch.zeros(args.num_envs * self.action_dim + 5, device=device)
+        self.inbox = torch.zeros(len(self.outbox), pin_memory=device.type == "cuda")
+
+    def state(self) -> list[torch.Tensor]:
+        """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
+        adams = (self.actor_adam, self.critic_adam, self.alpha_adam)
+        moments = [tensor for adam in adams for tensor in (adam.first_moment, adam.second_moment, adam.step)]
+        return [self.actor, self.critics, self.target_critics, self.log_alpha, self.losses, self.ring.written, *moments]
+
+    def policy(
+        self, parameters: dict[str, torch.Tensor], observation: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
+        mean, log_std = functional_call(self.actor_net, parameters, (observation,))
+        return squashed_gaussian(mean, log_std, torch.randn_like(mean), self.scale, self.bias)
+
+    def q_values(
+        self, parameters: dict[str, torch.Tensor], observation: torch.Tensor, action: torch.Tensor
+    ) -> torch.Tensor:
+        """Both critics' values; parameters [2, ...], [B, observation_dim], [B, A] -> [2, B]."""
+        return vmap(lambda p: functional_call(self.q_net, p, (observation, action)))(parameters)
+
+    def store(self) -> None:
+        self.ring.write()
+
+    def act(self) -> None:
+        """Acts on the newest observations, and draws the transitions for the updates of this step.
+
+        What the host has to know goes out in one vector: the actions, whether one of those transitions is still to
+        come, the losses of the updates before, α.
+        """
+        action, _ = self.policy(
+            unflatten(self.actor, self.actor_net), self.ring.incoming[:, : self.ring.observation_dim]
+        )
+        self.drawn.copy_(self.ring.draw(self.drawn.shape, ahead=self.args.num_envs))
+        self.turn.zero_()
+        must_wait = (self.drawn >= self.ring.written).any().float()
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait[None], self.losses, self.log_alpha.exp()[None]]))
+
+    def receive(self) -> tuple[np.ndarray, bool, dict[str, float]]:
+        """Waits for `act`; the actions, [num_envs, A], whether the updates must wait for this step, and the losses."""
+        self.inbox.copy_(self.outbox, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        must_wait, *losses = self.inbox[-5:].tolist()
+        action = self.inbox[:-5].view(self.args.num_envs, self.action_dim).numpy().copy()
+        return action, bool(must_wait), dict(zip(("qf_loss", "actor_loss", "alpha_loss", "alpha"), losses, strict=True))
+
+    def update_critics(self, batch: TensorDict) -> None:
+        """One step on the soft Bellman residual (eq. 5 and 6) of both critics."""
+        targets = unflatten(self.target_critics, self.q_net)
+        next_action, next_log_prob = self.policy(unflatten(self.actor, self.actor_net), batch["next_observation"])
+        next_q = self.q_values(targets, batch["next_observation"], next_action).min(0).values
+        next_value = next_q - self.log_alpha.exp() * next_log_prob
+        target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+
+        def loss(critics):
+            q = self.q_values(critics, batch["observation"], batch["action"])
+            return (q - target).square().mean(1).sum()
+
+        gradient, self.losses[0] = grad_and_value(loss)(unflatten(self.critics, self.q_net))
+        self.critic_adam.update(flatten(gradient, batch_dims=1))
+
+    def update_actor(self, batch: TensorDict) -> None:
+        """One step of the policy towards the softmax of the smaller soft value (eq. 7)."""
+        critics = unflatten(self.critics, self.q_net)
+
+        def loss(actor):
+            action, log_prob = self.policy(actor, batch["observation"])
+            q = self.q_values(critics, batch["observation"], action).min(0).values
+            return (self.log_alpha.exp() * log_prob - q).mean()
+
+        gradient, self.losses[1] = grad_and_value(loss)(unflatten(self.actor, self.actor_net))
+        self.actor_adam.update(flatten(gradient))
+
+    def update_alpha(self, batch: TensorDict) -> None:
+        """One step of the temperature towards an entropy of -action_dim (eq. 18)."""
+        _, log_prob = self.policy(unflatten(self.actor, self.actor_net), batch["observation"])
+        loss = (-self.log_alpha.exp() * (log_prob - self.action_dim)).mean()
+        self.losses[2] = loss
+        self.alpha_adam.update(loss)  # linear in exp(log α), the loss is its own derivative by log α
+
+    def update(self, policy_is_due: bool, targets_are_due: bool) -> None:
+        """One update of everything that is due, on the next of the batches that `act` has drawn."""
+        batch = self.ring.gather(self.drawn.index_select(0, self.turn).squeeze(0))
+        self.turn.add_(1)
+        self.update_critics(batch)
+        if policy_is_due:
+            for _ in range(self.args.policy_frequency):
+                self.update_actor(batch)
+                if self.args.autotune:
+                    self.update_alpha(batch)
+        if targets_are_due:
+            self.target_critics.lerp_(self.critics, self.args.tau)
+
+
+@torch.no_grad()
+def main(args: Args) -> None:
+    check_args(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    envs, seeds = make_environments(args)
+    check_continuous_spaces(envs[0])
+    agent = CompiledSACAgent(args, envs[0], device)
+    buffer = agent.ring
+
+    with Run(args, device) as run:
+        print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
+
+        # Compilation and capture: a full graph for acting, for storing, and for each kind of update
+        frequencies = (args.policy_frequency, args.target_network_frequency)
+        kinds = {tuple(n % frequency == 0 for frequency in frequencies) for n in range(math.lcm(*frequencies))}
+        steps = {"act": agent.act, "store": agent.store} | {
+            kind: partial(agent.update, *kind) for kind in sorted(kinds)
+        }
+        if args.compile:
+            # Eager's random numbers, so that all variants draw the same
+            options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}
+            steps = {name: torch.compile(step, fullgraph=True, options=options) for name, step in steps.items()}
+        if args.cudagraphs:
+            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
+        if args.compile or args.cudagraphs:
+            started, saved = run.now(), [tensor.clone() for tensor in agent.state()]
+            for step in [step for step in steps.values() for _ in range(4)]:
+                agent.turn.zero_()
+                step()
+            for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
+                tensor.copy_(value)
+            torch.manual_seed(args.seed)
+            run.warmup_seconds = run.now() - started
+
+        def learn() -> None:
+            for _ in range(args.num_envs):
+                steps[tuple(run.updates % frequency == 0 for frequency in frequencies)]()
+                run.updates += 1
+
+        losses = {}
+        buffer.start(
+            np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)], dtype=np.float32)
+        )
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        while run.global_step < args.total_timesteps:
+            # Act
+            is_learning, must_wait = run.global_step >= args.learning_starts, False
+            if is_learning:
+                steps["act"]()
+                action, must_wait, losses = agent.receive()
+            else:
+                action = [env.action_space.sample() for env in envs]
+
+            # Learn while the environments step, unless a batch has a transition that is still to come
+            if is_learning and not must_wait:
+                learn()
+
+            # Step and store; where an episode has ended, the next one begins
+            for i, env in enumerate(envs):
+                observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                last_observation = observation if truncated[i] and not terminated[i] else None
+                observation = env.reset()[0] if terminated[i] or truncated[i] else observation
+                buffer.add(i, observation, action[i], rewards[i], terminated[i], last_observation)
+            buffer.upload()
+            steps["store"]()
+            run.step(rewards, terminated, truncated)
+
+            if must_wait:
+                learn()
+            run.log(losses, args.policy_lr)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
