@@ -5,7 +5,7 @@
 """Deep Q-learning, DQN, for vector observations (Mnih et al. 2015, https://www.nature.com/articles/nature14236).
 
 An off-policy method for discrete actions: a network learns every action's value from replayed transitions, towards
-targets from a copy of itself that is renewed now and then. It acts greedily but for a falling share ε of random actions.
+targets from a copy of itself that is renewed now and then. It acts greedily, but at random with a falling chance ε.
 This is the eager reference; `dqn_torchcompile.py` is the same algorithm at full speed.
 
     python leanrl/dqn.py --env-id CartPole-v1 --seed 1

@@ -348,8 +348,8 @@ class ReplayRing:
     def __init__(self, capacity: int, env: gym.Env, num_envs: int, rows: int, device: torch.device):
         self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
         self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
-        longest = env.spec.max_episode_steps  # without it every episode might be a single step
-        self.copies = capacity // longest + 2 * num_envs + 1 if longest else capacity + num_envs
+        longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
+        self.copies = (capacity + num_envs) // longest + 2 * num_envs + 1
         self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
 
         self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
@@ -371,6 +371,7 @@ class ReplayRing:
         self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
         self.incoming, self.host = self.staged.to(device), self.staged.numpy()  # on the CPU all one memory
         self.row = torch.arange(rows, device=device)
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def start(self, observations: np.ndarray) -> None:
         """Takes the first observations, [num_envs, observation_dim]."""
@@ -391,15 +392,18 @@ class ReplayRing:
             self.owners[index], self.truncations = self.added, self.truncations + 1
         self.added += 1
         if row == 0:
+            if self.sent is not None:
+                self.sent.synchronize()
             self.host[:, -1] = 0
         line = self.host[row]
         line[: self.observation_dim], line[self.observation_dim : -4] = observation, action
         line[-4:] = reward, terminated, index, 1
 
     def upload(self) -> None:
-        """Sends the staged rows to the device; the caller waits for the device before it stages others."""
-        if self.incoming is not self.staged:
+        """Sends the staged rows to the device."""
+        if self.sent is not None:
             self.incoming.copy_(self.staged, non_blocking=True)
+            self.sent.record()
 
     def write(self) -> None:
         """Puts the rows in use into the ring; the others only touch slots that are not sampled."""
@@ -469,6 +473,7 @@ class CompiledSACAgent:
     tensors of fixed address, so that a captured graph is replayed without copies.
     """
 
+    @torch.no_grad()
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.args, self.device = args, device
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]

@@ -1,0 +1,72 @@
+"""Eager and compiled agents side by side, with the same weights and the same replayed transitions."""
+
+import importlib
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+CPU = torch.device("cpu")
+
+
+class Toy(gym.Env):
+    """Spaces alone: four numbers observed, three actions of unlike bounds (or three discrete ones)."""
+
+    def __init__(self, discrete=False):
+        low, high = np.array([-1, 0, -3], np.float32), np.array([2, 0.5, -1], np.float32)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float64)
+        self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(low, high)
+
+
+for name, is_discrete in (("ToyContinuous-v0", False), ("ToyDiscrete-v0", True)):
+    gym.register(name, Toy, kwargs={"discrete": is_discrete}, max_episode_steps=50)
+
+
+def pair(script, eager_class, compiled_class, networks, **arguments):
+    """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
+
+    Returns (eager, compiled, batch): the batch, for the eager one, holds the transitions that `compiled.drawn` names.
+    """
+    eager_module, compiled_module = (importlib.import_module(script + end) for end in ("", "_torchcompile"))
+    env = gym.make("ToyDiscrete-v0" if script == "dqn" else "ToyContinuous-v0", disable_env_checker=True)
+    common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
+    torch.manual_seed(0)
+    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
+    compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU)
+    for ours, theirs in networks.items():
+        getattr(compiled, ours).copy_(flat(getattr(eager, theirs)))
+
+    ring, generator = compiled.ring, np.random.default_rng(0)
+    env.action_space.seed(0)
+    ring.start(generator.normal(size=(1, 4)))
+    for n in range(60):
+        observation, last = generator.normal(size=(2, 4))
+        action, reward = env.action_space.sample(), generator.normal()
+        ring.add(0, observation, action, reward, n % 7 == 3, last if n % 5 == 4 and n % 7 != 3 else None)
+        ring.upload()
+        ring.write()
+    numbers = torch.randint(60, (32,))
+    if hasattr(compiled, "drawn"):
+        compiled.drawn.copy_(numbers[None])
+    batch = dict(ring.gather(numbers).items())
+    if script == "dqn":
+        batch["action"] = batch["action"].long()
+    return eager, compiled, batch, numbers
+
+
+def flat(module):
+    """A module's parameters as the compiled scripts keep them: a vector, or a row for each member of a ModuleList."""
+    if isinstance(module, torch.nn.ModuleList):
+        return torch.stack([flat(member) for member in module])
+    return torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def compile_as_main_does(step):
+    return torch.compile(step, fullgraph=True, options={"fallback_random": True, "cpp_wrapper": True})
+
+
+def assert_same(ours, theirs):
+    """Equal parameters, to 2e-6 but for one in a thousand, whose gradient is so small that Adam magnifies rounding."""
+    difference = (ours - theirs).abs()
+    assert difference.max() < 1e-4
+    assert (difference > 2e-6).float().mean() < 1e-3

@@ -1,0 +1,158 @@
+"""DQN: its schedule, its loss and update, eager and compiled, and what it learns on probes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import agents
+from dqn import linear_schedule, times_due
+from dqn_torchcompile import unflatten
+from probes import GAMMA, train
+
+NETWORKS = {"parameters": "q_network", "target_parameters": "target_network"}
+SCRIPTS = [("dqn", "DQNAgent"), ("dqn_torchcompile", "CompiledDQNAgent")]
+
+
+def pair(**arguments):
+    eager, compiled, batch, numbers = agents.pair("dqn", "DQNAgent", "CompiledDQNAgent", NETWORKS, **arguments)
+    compiled.ring.draw = lambda shape, ahead: numbers
+    with torch.no_grad():  # a target that is not the network itself
+        compiled.target_parameters.mul_(1.5)
+        for parameter in eager.target_network.parameters():
+            parameter.mul_(1.5)
+    return eager, compiled, batch
+
+
+def test_epsilon_at_its_start_middle_and_end():
+    for step, epsilon in ((0, 1.0), (125_000, 0.525), (249_999, 0.05), (250_000, 0.05), (500_000, 0.05)):
+        assert linear_schedule(1.0, 0.05, 250_000, step) == pytest.approx(epsilon, abs=1e-5)
+    assert linear_schedule(1.0, 0.05, 0, 0) == 0.05
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_epsilon_falls_in_a_run_and_decides_how_often_actions_are_random(monkeypatch, tmp_path, script, agent_class):
+    train(monkeypatch, tmp_path, script, agent_class, env_id="CartPole-v1", total_timesteps=2000, learning_starts=1900)
+    (metrics,) = tmp_path.glob("*/metrics.jsonl")
+    epsilons = {line["global_step"]: line["epsilon"] for line in map(json.loads, metrics.read_text().splitlines())}
+    assert epsilons[1] == pytest.approx(1.0)
+    assert epsilons[500] == pytest.approx(0.525, abs=0.002)
+    assert epsilons[1000] == pytest.approx(0.05, abs=0.002) and epsilons[2000] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+@pytest.mark.parametrize("epsilon, low, high", [(0.0, 0, 0), (0.5, 400, 600), (1.0, 1000, 1000)])
+def test_share_of_random_actions(monkeypatch, tmp_path, script, agent_class, epsilon, low, high):
+    """The greedy action is asked for whenever an action is not random."""
+    module, asked = __import__(script), []
+    act = getattr(module, agent_class).act
+    monkeypatch.setattr(getattr(module, agent_class), "act", lambda *a: asked.append(1) or act(*a))
+    train(
+        monkeypatch, tmp_path, script, agent_class, env_id="CartPole-v1", total_timesteps=1000, learning_starts=999,
+        start_e=epsilon, end_e=epsilon,
+    )  # fmt: skip
+    assert low <= 1000 - len(asked) <= high
+
+
+def test_times_due_counts_every_multiple_once():
+    for num_envs in (1, 3, 4, 10, 64):
+        for frequency in (1, 7, 10):
+            steps = range(num_envs, 64 * 30 + 1, num_envs)
+            assert sum(times_due(step, num_envs, frequency) for step in steps) == steps[-1] // frequency
+
+
+def test_acting_on_the_host_is_the_network():
+    _, compiled, _ = pair()
+    observation = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
+    parameters = unflatten(compiled.parameters, compiled.q_net)
+    with torch.no_grad():
+        compiled.update()  # what the host reads follows every update
+        q = torch.func.functional_call(compiled.q_net, parameters, (torch.as_tensor(observation),))
+    assert compiled.act(observation) == q.argmax(1).tolist()
+    assert len(set(compiled.act(observation))) > 1
+
+
+def test_one_update_is_the_same_in_both_versions():
+    eager, compiled, batch = pair()
+    eager.update(batch)
+    with torch.no_grad():
+        compiled.update()
+    for ours, theirs in NETWORKS.items():
+        agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+    losses = compiled.receive()
+    assert losses["td_loss"] == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
+    assert losses["q_value"] == pytest.approx(eager.losses["q_value"].item(), rel=1e-3)
+
+
+def test_three_compiled_updates_are_those_of_the_eager_version():
+    eager, compiled, batch = pair()
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.update))
+    for _ in range(3):
+        eager.update(batch)
+        update()
+    assert compiled.adam.step.item() == 3
+    for ours, theirs in NETWORKS.items():
+        agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+
+
+def test_without_a_learning_rate_nothing_moves_and_the_target_follows_tau():
+    eager, compiled, _ = pair(learning_rate=0.0, tau=0.25)
+    parameters, target = compiled.parameters.clone(), compiled.target_parameters.clone()
+    with torch.no_grad():
+        compiled.update()
+    compiled.update_target()
+    eager.update_target()
+    assert torch.equal(compiled.parameters, parameters)
+    assert torch.allclose(compiled.target_parameters, 0.75 * target + 0.25 * parameters, atol=1e-6)
+    agents.assert_same(compiled.target_parameters, agents.flat(eager.target_network))
+
+
+@pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
+def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
+    losses = {"eager": [], "compiled": []}
+    for factor in (1.0, 3.0):
+        eager, compiled, batch = pair()
+        batch["terminated"] = torch.full_like(batch["terminated"], end)
+        compiled.ring.transitions["terminated"].fill_(bool(end))
+        with torch.no_grad():
+            compiled.target_parameters.mul_(factor)
+            for parameter in eager.target_network.parameters():
+                parameter.mul_(factor)
+            compiled.update()
+        eager.update(batch)
+        losses["compiled"].append(compiled.receive()["td_loss"])
+        losses["eager"].append(eager.losses["td_loss"].item())
+    for without, changed in losses.values():
+        assert (abs(without - changed) > 0.01) is matters
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize(
+    "probe", ["ConstantReward", "DelayedReward", "ObservationReward", "ActionReward", "BothReward"]
+)
+def test_probe(monkeypatch, tmp_path, script, agent_class, num_envs, probe):
+    agent = train(
+        monkeypatch, tmp_path, script, agent_class, env_id=f"{probe}Discrete-v0", total_timesteps=2400,
+        num_envs=num_envs, learning_starts=300, learning_rate=2e-3, train_frequency=5, target_network_frequency=50,
+    )  # fmt: skip
+
+    @torch.no_grad()
+    def q(observation):
+        observations = torch.tensor([[float(observation)]])
+        if script == "dqn":
+            return agent.q_network(observations)[0].numpy()
+        return torch.func.functional_call(agent.q_net, unflatten(agent.parameters, agent.q_net), (observations,))[
+            0
+        ].numpy()
+
+    expected = {
+        "ConstantReward": {0: [1, 1]},
+        "DelayedReward": {0: [GAMMA, GAMMA], 1: [1, 1]},
+        "ObservationReward": {-1: [-1, -1], 1: [1, 1]},
+        "ActionReward": {0: [-1, 1]},
+        "BothReward": {-1: [1, -1], 1: [-1, 1]},
+    }[probe]
+    for observation, values in expected.items():
+        assert q(observation) == pytest.approx(np.array(values), abs=0.1)

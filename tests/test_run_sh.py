@@ -1,0 +1,265 @@
+"""run.sh, with a stand-in for Python: what it says, what it refuses, and how it takes up an install that broke off."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Stands in for Python, outside and inside .venv, so that a test needs no network: `-m venv` makes a folder with this
+# file in it, `-m pip install` writes a line into the log (and waits or fails when asked to), `-c` is real Python, which
+# believes it is this file and of version 3.$MINOR. Anything else prints the arguments.
+FAKE_PYTHON = """\
+#!/usr/bin/env bash
+trap 'exit 130' INT  # bash alone may take a Ctrl-C for its child's affair and go on; pip does not
+case "$1 ${2:-}" in
+    "-c "*) exec "$REAL_PYTHON" -c "
+import sys
+sys._base_executable, sys.version_info = '$0', (3, ${MINOR:-11}, 1)
+$2" ;;
+    "-m venv") mkdir -p "${*: -1}/bin" && cp "$0" "${*: -1}/bin/python"; echo made >>"$LOG" ;;
+    "-m pip")
+        [[ $3 == install ]] || exit 0
+        echo "pip $*" >>"$LOG"
+        half="$(dirname -- "$0")/../half"
+        [[ ! -e $half ]] || { echo "pip in a half-made .venv" >>"$LOG"; exit 1; }
+        touch "$half"
+        if [[ -n ${PIP_WAITS:-} ]]; then sleep "$PIP_WAITS"; fi
+        if [[ -n ${PIP_FAILS:-} ]]; then exit 1; fi
+        rm "$half" ;;
+    *) echo "ran: $*" ;;
+esac
+"""
+
+
+class Copy:
+    """A copy of run.sh and the requirement files in a folder of its own, with one script and the stand-in."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "a checkout"
+        self.venv = self.root / ".venv"
+        self.log_file = folder / "log"
+        shutil.copytree(ROOT / "requirements", self.root / "requirements")
+        shutil.copy(ROOT / "run.sh", self.root)
+        (self.root / "leanrl").mkdir()
+        (self.root / "leanrl" / "dqn.py").write_text("")
+        self.python = folder / "bin" / "python3"
+        self.python.parent.mkdir()
+        self.python.write_text(FAKE_PYTHON)
+        self.python.chmod(0o755)
+        self.elsewhere = folder / "elsewhere"
+        self.elsewhere.mkdir()
+        self.environment = {
+            "PATH": f"{self.python.parent}:/usr/bin:/bin",
+            "REAL_PYTHON": sys.executable,
+            "LOG": str(self.log_file),
+        }
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", self.root / "run.sh", *arguments],
+            cwd=self.elsewhere,
+            env=self.environment | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Where the tests run in the background, they are started with Ctrl-C ignored, and so would run.sh be.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def run(self, *arguments: str, status: int = 0, **environment: str) -> tuple[str, str]:
+        """stdout and stderr of a run.sh that has to end with `status`."""
+        process = self.start(*arguments, **environment)
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == status, out + error
+        return out, error
+
+    def log(self) -> list[str]:
+        """What the stand-in was asked to make and install since the last call."""
+        lines = self.log_file.read_text().splitlines() if self.log_file.exists() else []
+        self.log_file.unlink(missing_ok=True)
+        return [line.split()[0] for line in lines]
+
+    def wait_for_pip(self):
+        deadline = time.monotonic() + 30
+        while not (self.venv / "half").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return Copy(tmp_path)
+
+
+def refusal(result: tuple[str, str]) -> str:
+    out, error = result
+    assert out == "" and error.count("\n") == 1, "a refusal is one line on stderr"
+    return error
+
+
+@pytest.mark.parametrize("word", ["help", "-h", "--help"])
+def test_help(copy, word):
+    out, error = copy.run(word)
+    assert "./run.sh test" in out and "dqn" in out and error == ""
+    assert copy.log() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["'trian'", "setup, test, train, help"]),
+        (["--compile"], ["'--compile'", "train"]),
+        (["train"], ["SCRIPT", "dqn"]),
+        (["train", "dqm"], ["'dqm'", "dqn"]),
+        (["train", "../run.sh"], ["'../run.sh'", "dqn"]),
+        (["train", ""], ["''", "dqn"]),
+        (["setup", "now"], ["now"]),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_any_setup(copy, arguments, words):
+    error = refusal(copy.run(*arguments, status=2))
+    assert all(word in error for word in words)
+    assert copy.log() == []
+    assert not copy.venv.exists()
+
+
+def test_an_old_python_is_refused(copy):
+    assert "3.11" in refusal(copy.run("setup", status=2, MINOR="10", PYTHON=str(copy.python)))
+    # All of those that run.sh would try by itself are old.
+    for name in ("python3.11", "python3.12", "python3.13"):
+        shutil.copy(copy.python, copy.python.with_name(name))
+    assert "no Python 3.11 or newer" in refusal(copy.run("setup", status=2, MINOR="10"))
+    assert "nowhere" in refusal(copy.run("setup", status=2, PYTHON="/nowhere/python"))
+    assert not copy.venv.exists()
+
+
+@pytest.mark.parametrize("name", ["dqn", "dqn.py", "leanrl/dqn.py", "./leanrl/dqn.py"])
+def test_train_sets_up_and_passes_the_flags_on(copy, name):
+    out, _ = copy.run("train", name, "--seed", "3", "--env-id", "a b")
+    assert out == f"ran: {copy.root}/leanrl/dqn.py --seed 3 --env-id a b\n"
+    assert copy.log() == ["made", "pip"]
+
+
+def test_setup_once_is_enough(copy):
+    assert "setting up" in copy.run("setup")[1]
+    assert copy.log() == ["made", "pip"]
+    assert "setting up" not in copy.run("setup")[1]
+    assert copy.run("train", "dqn")[1] == ""
+    assert copy.log() == []
+    # The dev requirements come on top, into the same .venv.
+    assert copy.run("test", "-k", "x")[0] == "ran: -m pytest -k x\n"
+    assert copy.log() == ["pip"]
+    copy.run("test")
+    copy.run("setup")
+    assert copy.log() == []
+
+
+def test_changed_requirements_are_installed(copy):
+    copy.run("test")
+    copy.log()
+    with (copy.root / "requirements" / "requirements-dev.txt").open("a") as file:
+        file.write("more\n")
+    copy.run("setup")
+    assert copy.log() == []
+    copy.run("test")
+    assert copy.log() == ["pip"]
+    with (copy.root / "requirements" / "constraints.txt").open("a") as file:
+        file.write("more==1\n")
+    copy.run("setup")
+    assert copy.log() == ["pip"]
+
+
+def test_another_python_makes_another_venv(copy):
+    copy.run("setup")
+    copy.log()
+    copy.run("setup", MINOR="12")
+    assert copy.log() == ["made", "pip"]
+
+
+def test_a_failed_install_is_taken_up_again(copy):
+    _, error = copy.run("train", "dqn", status=1, PIP_FAILS="yes")
+    assert "broke off" in error
+    copy.run("train", "dqn", status=1, PIP_FAILS="yes")
+    copy.log()
+    copy.run("train", "dqn")
+    assert copy.log() == ["made", "pip"]
+    copy.run("setup")
+    assert copy.log() == []
+
+
+def test_failing_dev_requirements_leave_the_scripts_usable(copy):
+    copy.run("setup")
+    copy.run("test", status=1, PIP_FAILS="yes")
+    copy.log()
+    copy.run("train", "dqn")
+    assert copy.log() == []
+    copy.run("test")
+    assert copy.log() == ["made", "pip"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_install_is_taken_up_again(copy, number):
+    process = copy.start("setup", PIP_WAITS="60")
+    copy.wait_for_pip()
+    os.killpg(process.pid, number)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    copy.log()
+    copy.run("setup")
+    assert copy.log() == ["made", "pip"]
+
+
+def test_a_venv_without_anything_in_it_is_made_anew(copy):
+    copy.venv.mkdir()
+    (copy.venv / ".installing").touch()
+    copy.run("setup")
+    assert copy.log() == ["made", "pip"]
+
+
+def test_a_venv_of_the_users_own_is_kept(copy):
+    copy.venv.mkdir()
+    (copy.venv / "mine").touch()
+    _, error = copy.run("setup")
+    assert "kept as" in error
+    assert [path.name for path in copy.root.glob(".venv.old-*/*")] == ["mine"]
+    assert copy.log() == ["made", "pip"]
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock(1) nothing keeps two run.sh apart")
+def test_two_at_once_install_once(copy):
+    processes = [copy.start("setup", PIP_WAITS="0.3") for _ in range(3)]
+    for process in processes:
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, out + error
+    assert copy.log() == ["made", "pip"]
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="without flock(1) nothing keeps two run.sh apart")
+def test_an_install_that_outlives_its_run_sh_is_waited_for(copy):
+    process = copy.start("setup", PIP_WAITS="1")
+    copy.wait_for_pip()
+    process.kill()
+    _, error = copy.run("setup")
+    assert "waiting" in error
+    assert copy.log() == ["made", "pip"]
+    process.communicate(timeout=30)
+
+
+def test_signals_reach_the_script(copy):
+    copy.run("setup")
+    with (copy.venv / "bin" / "python").open("w") as file:
+        file.write(FAKE_PYTHON.replace('echo "ran: $*"', "echo $$; exec sleep 60"))
+    process = copy.start("train", "dqn")
+    assert int(process.stdout.readline()) == process.pid
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM

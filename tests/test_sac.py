@@ -1,0 +1,180 @@
+"""SAC: its log-probability, its losses and updates, eager and compiled, and what it learns on probes."""
+
+import numpy as np
+import pytest
+import torch
+
+import agents
+import sac_continuous_action as eager_script
+from probes import GAMMA, train
+from sac_continuous_action_torchcompile import unflatten
+
+NETWORKS = {"actor": "actor", "critics": "critics", "target_critics": "target_critics"}
+SCRIPTS = [
+    ("sac_continuous_action", "SACAgent"),
+    ("sac_continuous_action_torchcompile", "CompiledSACAgent"),
+]
+
+
+def pair(**arguments):
+    return agents.pair("sac_continuous_action", "SACAgent", "CompiledSACAgent", NETWORKS, **arguments)
+
+
+def test_log_prob_matches_a_numerical_jacobian():
+    torch.manual_seed(0)
+    mean, log_std, noise = torch.randn(3, 50, 3, dtype=torch.float64)
+    scale, bias = (
+        torch.tensor([0.5, 1.0, 7.0], dtype=torch.float64),
+        torch.tensor([0.0, -1.0, 3.0], dtype=torch.float64),
+    )
+    log_std = log_std * 0.3 - 1
+
+    def action_of(noise):
+        return eager_script.squashed_gaussian(mean, log_std, noise, scale, bias)[0]
+
+    h = 1e-6
+    jacobian = (action_of(noise + h) - action_of(noise - h)) / (2 * h)  # diagonal: each action has its own noise
+    normal = torch.distributions.Normal(0.0, 1.0).log_prob(noise)
+    expected = (normal - jacobian.log()).sum(-1)
+    _, log_prob = eager_script.squashed_gaussian(mean, log_std, noise, scale, bias)
+    near_a_bound = (action_of(noise) - bias).abs() / scale > 0.999  # there the 1e-6 under the logarithm shows
+    assert torch.allclose(log_prob[~near_a_bound.any(-1)], expected[~near_a_bound.any(-1)], atol=2e-3)
+    assert (~near_a_bound.any(-1)).sum() > 40
+
+
+def test_actions_fill_asymmetric_bounds_and_no_more():
+    eager, compiled, *_ = pair()
+    observation = np.random.default_rng(0).normal(size=(4000, 4)).astype(np.float32) * 5
+    action = eager.act(observation)
+    assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
+    assert (np.ptp(action, axis=0) > 0.8 * np.array([3, 0.5, 2])).all()
+    with torch.no_grad():
+        rows = []
+        for _ in range(500):
+            compiled.act()
+            rows.append(compiled.receive()[0][0])
+    assert (np.array(rows) >= [-1, 0, -3]).all() and (np.array(rows) <= [2, 0.5, -1]).all()
+    assert len(np.unique(np.array(rows)[:, 0])) > 490, "fresh noise at each call"
+
+
+@pytest.mark.parametrize("kind", [(False, True), (True, True), (True, False)])
+def test_one_update_is_the_same_in_both_versions(kind):
+    eager, compiled, batch, _ = pair()
+    torch.manual_seed(1)
+    eager.update(batch, *kind)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        compiled.update(*kind)
+    for ours, theirs in NETWORKS.items():
+        agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+    assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
+    assert compiled.losses[0].item() == pytest.approx(eager.losses["qf_loss"].item(), rel=1e-4)
+
+
+def test_three_compiled_updates_are_those_of_the_eager_version():
+    eager, compiled, batch, _ = pair(policy_frequency=1)
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.update))
+    for n in range(3):
+        torch.manual_seed(n)
+        eager.update(batch, True, True)
+        torch.manual_seed(n)
+        compiled.turn.zero_()
+        update(True, True)
+    assert compiled.critic_adam.step.item() == compiled.actor_adam.step.item() == compiled.alpha_adam.step.item() == 3
+    for ours, theirs in NETWORKS.items():
+        agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+    assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
+    assert compiled.losses[1].item() == pytest.approx(eager.losses["actor_loss"].item(), rel=1e-4)
+    assert compiled.losses[2].item() == pytest.approx(eager.losses["alpha_loss"].item(), rel=1e-4)
+
+
+def test_alpha_moves_only_when_tuned_and_enters_as_its_exponential():
+    for autotune in (True, False):
+        eager, compiled, batch, _ = pair(autotune=autotune, alpha=0.3)
+        start = eager.log_alpha.exp().item()
+        assert start == pytest.approx(1.0 if autotune else 0.3)
+        eager.update(batch, True, True)
+        with torch.no_grad():
+            compiled.update(True, True)
+            compiled.act()
+        assert (eager.log_alpha.exp().item() != start) is autotune
+        assert (compiled.log_alpha.exp().item() != start) is autotune
+        assert compiled.receive()[2]["alpha"] == pytest.approx(compiled.log_alpha.exp().item())
+
+
+def test_alpha_loss_has_the_gradient_of_the_eager_one():
+    eager, compiled, batch, _ = pair()
+    eager.log_alpha.data.fill_(-1.3)
+    compiled.log_alpha.fill_(-1.3)
+    torch.manual_seed(5)
+    eager.update_alpha(batch)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        compiled.update_alpha(batch)
+    gradient = compiled.alpha_adam.first_moment / (1 - 0.9)
+    assert gradient.item() == pytest.approx(eager.log_alpha.grad.item(), rel=1e-4)
+
+
+def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
+    _, compiled, _, _ = pair(policy_lr=0.0, q_lr=0.0, tau=0.25)
+    compiled.target_critics.add_(1.0)
+    before = [tensor.clone() for tensor in (compiled.actor, compiled.critics, compiled.target_critics)]
+    with torch.no_grad():
+        compiled.update(True, True)
+    assert torch.equal(compiled.actor, before[0]) and torch.equal(compiled.critics, before[1])
+    assert torch.allclose(compiled.target_critics, before[2] - 0.25, atol=1e-6)
+
+
+@pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
+def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
+    losses = {"eager": [], "compiled": []}
+    for shift in (0.0, 0.05):
+        eager, compiled, batch, _ = pair()
+        batch["terminated"] = torch.full_like(batch["terminated"], end)
+        with torch.no_grad():
+            compiled.target_critics.add_(shift)
+            for parameter in eager.target_critics.parameters():
+                parameter.add_(shift)
+            compiled.update_critics(batch)
+        eager.update_critics(batch)
+        losses["compiled"].append(compiled.losses[0].item())
+        losses["eager"].append(eager.losses["qf_loss"].item())
+    for without, shifted in losses.values():
+        assert (abs(without - shifted) > 0.1) is matters
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+@pytest.mark.parametrize(
+    "probe", ["ConstantReward", "DelayedReward", "ObservationReward", "ActionReward", "BothReward"]
+)
+def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
+    agent = train(
+        monkeypatch, tmp_path, script, agent_class, env_id=f"{probe}Continuous-v0", total_timesteps=650, num_envs=2,
+        learning_starts=150, alpha=1e-3, autotune=False, policy_lr=2e-3, q_lr=2e-3, tau=0.05,
+    )  # fmt: skip
+
+    def q(observation, action):
+        tensors = torch.tensor([[float(observation)]]), torch.tensor([[float(action)]])
+        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
+        critics = agent.critics if is_eager else unflatten(agent.critics, agent.q_net)
+        return agent.q_values(critics, *tensors).mean().item()
+
+    def mean_action(observation):
+        observations = torch.full((256, 1), float(observation))
+        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
+        inputs = (observations,) if is_eager else (unflatten(agent.actor, agent.actor_net), observations)
+        return agent.policy(*inputs)[0].mean().item()
+
+    if probe == "ConstantReward":
+        assert q(0, 0.5) == pytest.approx(1, abs=0.1)
+    if probe == "DelayedReward":
+        assert q(1, 0.5) == pytest.approx(1, abs=0.1)
+        assert q(0, 0.5) == pytest.approx(GAMMA, abs=0.1)
+    if probe == "ObservationReward":
+        assert q(1, 0.5) == pytest.approx(1, abs=0.15)
+        assert q(-1, 0.5) == pytest.approx(-1, abs=0.15)
+    if probe == "ActionReward":
+        assert mean_action(0) == pytest.approx(0.5, abs=0.25)
+    if probe == "BothReward":
+        assert mean_action(-1) == pytest.approx(0, abs=0.35)
+        assert mean_action(1) == pytest.approx(2, abs=0.35)

@@ -1,0 +1,160 @@
+"""TD3: its noise and bounds, its losses and updates, eager and compiled, and what it learns on probes."""
+
+import numpy as np
+import pytest
+import torch
+
+import agents
+from probes import GAMMA, train
+from td3_continuous_action_torchcompile import unflatten
+
+NETWORKS = {name: name for name in ("actor", "critics", "target_actor", "target_critics")}
+SCRIPTS = [
+    ("td3_continuous_action", "TD3Agent"),
+    ("td3_continuous_action_torchcompile", "CompiledTD3Agent"),
+]
+
+
+def pair(**arguments):
+    return agents.pair("td3_continuous_action", "TD3Agent", "CompiledTD3Agent", NETWORKS, **arguments)
+
+
+def test_exploration_noise_is_scaled_to_each_bound_and_no_two_rows_share_it():
+    eager, compiled, *_ = pair()
+    observation = np.zeros((4000, 4), np.float32)
+    action = eager.act(observation)
+    assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
+    assert action.std(0) == pytest.approx(0.1 * np.array([1.5, 0.25, 1.0]), rel=0.1)
+    assert len(np.unique(action[:, 0])) > 3900
+    drawn = []
+    with torch.no_grad():
+        compiled.ring.incoming.zero_()
+        for _ in range(1000):
+            compiled.act()
+            drawn.append(compiled.receive()[0][0])
+    assert np.std(drawn, axis=0) == pytest.approx(0.1 * np.array([1.5, 0.25, 1.0]), rel=0.1)
+    assert np.mean(drawn, axis=0) == pytest.approx(action.mean(0), abs=0.02)
+
+
+def test_exploration_stays_in_asymmetric_bounds():
+    eager, compiled, *_ = pair(exploration_noise=3.0)
+    action = eager.act(np.zeros((1000, 4), np.float32))
+    assert (action.min(0) == [-1, 0, -3]).all() and (action.max(0) == [2, 0.5, -1]).all()
+    with torch.no_grad():
+        for _ in range(100):
+            compiled.act()
+            action = compiled.receive()[0]
+            assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
+
+
+def test_target_noise_is_clipped_then_scaled(monkeypatch):
+    """With noise at its limit everywhere, the target is that of the policy's action plus the limit, in each version."""
+    eager, compiled, batch, _ = pair(policy_noise=1.0, noise_clip=0.125)
+    monkeypatch.setattr(torch, "randn_like", lambda tensor: torch.full_like(tensor, 100.0))
+    with torch.no_grad():
+        action = eager.policy(eager.target_actor, batch["next_observation"])
+        action = (action + 0.125 * torch.tensor([1.5, 0.25, 1.0])).clamp(eager.low, eager.high)
+        value = eager.q_values(eager.target_critics, batch["next_observation"], action).min(0).values
+        target = batch["reward"] + 0.99 * (1 - batch["terminated"]) * value
+        q = eager.q_values(eager.critics, batch["observation"], batch["action"])
+        expected = ((q - target) ** 2).mean(1).sum().item()
+        compiled.update_critics(batch)
+    eager.update_critics(batch)
+    assert eager.losses["qf_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert compiled.losses[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("policy_is_due", [False, True])
+def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy(policy_is_due):
+    eager, compiled, batch, _ = pair()
+    before = {name: getattr(compiled, name).clone() for name in NETWORKS}
+    torch.manual_seed(1)
+    eager.update(batch, policy_is_due)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        compiled.update(policy_is_due)
+    for ours, theirs in NETWORKS.items():
+        agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+        moved = not torch.equal(getattr(compiled, ours), before[ours])
+        assert moved is (policy_is_due or ours == "critics")
+    assert compiled.losses[0].item() == pytest.approx(eager.losses["qf_loss"].item(), rel=1e-4)
+
+
+def test_three_compiled_updates_are_those_of_the_eager_version():
+    eager, compiled, batch, _ = pair()
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.update))
+    for n in range(3):
+        torch.manual_seed(n)
+        eager.update(batch, True)
+        torch.manual_seed(n)
+        compiled.turn.zero_()
+        update(True)
+    assert compiled.critic_adam.step.item() == compiled.actor_adam.step.item() == 3
+    for ours, theirs in NETWORKS.items():
+        agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+    assert compiled.losses[1].item() == pytest.approx(eager.losses["actor_loss"].item(), rel=1e-4)
+
+
+def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
+    _, compiled, _, _ = pair(learning_rate=0.0, tau=0.25)
+    compiled.target_critics.add_(1.0)
+    before = [tensor.clone() for tensor in (compiled.actor, compiled.critics, compiled.target_critics)]
+    with torch.no_grad():
+        compiled.update(True)
+    assert torch.equal(compiled.actor, before[0]) and torch.equal(compiled.critics, before[1])
+    assert torch.allclose(compiled.target_critics, before[2] - 0.25, atol=1e-6)
+
+
+@pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
+def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
+    losses = {"eager": [], "compiled": []}
+    for shift in (0.0, 0.05):
+        eager, compiled, batch, _ = pair()
+        batch["terminated"] = torch.full_like(batch["terminated"], end)
+        with torch.no_grad():
+            compiled.target_critics.add_(shift)
+            for parameter in eager.target_critics.parameters():
+                parameter.add_(shift)
+            compiled.update_critics(batch)
+        eager.update_critics(batch)
+        losses["compiled"].append(compiled.losses[0].item())
+        losses["eager"].append(eager.losses["qf_loss"].item())
+    for without, shifted in losses.values():
+        assert (abs(without - shifted) > 0.1) is matters
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+@pytest.mark.parametrize(
+    "probe", ["ConstantReward", "DelayedReward", "ObservationReward", "ActionReward", "BothReward"]
+)
+def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
+    agent = train(
+        monkeypatch, tmp_path, script, agent_class, env_id=f"{probe}Continuous-v0", total_timesteps=750, num_envs=2,
+        learning_starts=150, learning_rate=2e-3, tau=0.05, exploration_noise=0.3,
+    )  # fmt: skip
+
+    def q(observation, action):
+        tensors = torch.tensor([[float(observation)]]), torch.tensor([[float(action)]])
+        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
+        critics = agent.critics if is_eager else unflatten(agent.critics, agent.q_net)
+        return agent.q_values(critics, *tensors).mean().item()
+
+    def mean_action(observation):
+        observations = torch.full((1, 1), float(observation))
+        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
+        actor = agent.actor if is_eager else unflatten(agent.actor, agent.actor_net)
+        return agent.policy(actor, observations).mean().item()
+
+    if probe == "ConstantReward":
+        assert q(0, 0.5) == pytest.approx(1, abs=0.1)
+    if probe == "DelayedReward":
+        assert q(1, 0.5) == pytest.approx(1, abs=0.1)
+        assert q(0, 0.5) == pytest.approx(GAMMA, abs=0.1)
+    if probe == "ObservationReward":
+        assert q(1, 0.5) == pytest.approx(1, abs=0.15)
+        assert q(-1, 0.5) == pytest.approx(-1, abs=0.15)
+    if probe == "ActionReward":
+        assert mean_action(0) == pytest.approx(0.5, abs=0.25)
+    if probe == "BothReward":
+        assert mean_action(-1) == pytest.approx(0, abs=0.35)
+        assert mean_action(1) == pytest.approx(2, abs=0.35)
