@@ -149,13 +149,15 @@ class Run:
         self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        try:
+        while True:
             self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-            while self.folder.exists():  # another run began within this second
-                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+            try:
+                self.folder.mkdir(parents=True)
+                break
+            except FileExistsError:  # another run began within this second
+                time.sleep(0.1)
+            except OSError as error:
+                fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
@@ -167,7 +169,8 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(project=args.wandb_project, entity=args.wandb_entity, config=vars(args), dir=str(self.folder))
+            project = {"project": args.wandb_project, "entity": args.wandb_entity, "name": self.folder.name}
+            wandb.init(**project, config=vars(args), dir=str(self.folder))
 
     def __enter__(self):
         def interrupt(number, _frame):
@@ -544,6 +547,7 @@ def main(args: Args) -> None:
 
         # Compilation and capture: a full graph for storing, for updating, and for both in one
         store, update, store_and_update = steps = [agent.store, agent.update, agent.store_and_update]
+        torch.compiler.set_stance("default")
         if args.compile:
             # Eager's random numbers, so that all variants draw the same
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}
@@ -559,6 +563,8 @@ def main(args: Args) -> None:
             for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
                 tensor.copy_(value)
             torch.manual_seed(args.seed)
+            # All that will be compiled has been: from here on only the guards that tell the steps apart are checked
+            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
             run.warmup_seconds = run.now() - started
 
         losses, staged = {}, 0

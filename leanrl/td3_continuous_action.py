@@ -140,13 +140,15 @@ class Run:
         self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        try:
+        while True:
             self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-            while self.folder.exists():  # another run began within this second
-                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+            try:
+                self.folder.mkdir(parents=True)
+                break
+            except FileExistsError:  # another run began within this second
+                time.sleep(0.1)
+            except OSError as error:
+                fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
@@ -158,7 +160,8 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(project=args.wandb_project, entity=args.wandb_entity, config=vars(args), dir=str(self.folder))
+            project = {"project": args.wandb_project, "entity": args.wandb_entity, "name": self.folder.name}
+            wandb.init(**project, config=vars(args), dir=str(self.folder))
 
     def __enter__(self):
         def interrupt(number, _frame):
