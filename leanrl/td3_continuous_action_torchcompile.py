@@ -443,15 +443,18 @@ class Adam:
     """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
 
     def __init__(self, parameters: torch.Tensor, lr: float):
-        self.parameters, self.lr, self.step = parameters, lr, torch.zeros((), device=parameters.device)
+        self.parameters, self.lr = parameters, lr
         self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
+        self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
 
     def update(self, gradient: torch.Tensor) -> None:
-        self.step.add_(1)
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
         self.first_moment.lerp_(gradient, 1 - 0.9)
         self.second_moment.lerp_(gradient.square(), 1 - 0.999)
-        first, second = self.first_moment / (1 - 0.9**self.step), self.second_moment / (1 - 0.999**self.step)
-        self.parameters.sub_(self.lr * first / (second.sqrt() + 1e-8))
+        deviation = (self.second_moment / second_correction).sqrt() + 1e-8
+        self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
 # ---- Agent ----
@@ -487,7 +490,7 @@ class CompiledTD3Agent:
     def state(self) -> list[torch.Tensor]:
         """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
         adams = (self.actor_adam, self.critic_adam)
-        moments = [tensor for adam in adams for tensor in (adam.first_moment, adam.second_moment, adam.step)]
+        moments = [tensor for adam in adams for tensor in (adam.first_moment, adam.second_moment, adam.powers)]
         networks = [self.actor, self.critics, self.target_actor, self.target_critics]
         return [*networks, self.losses, self.ring.written, *moments]
 

@@ -1,0 +1,149 @@
+"""Scripted environments: `--env-id environments:CounterContinuous-v0`, with this folder in PYTHONPATH.
+
+All of them count. Which episode is how long, how it ends, what it observes and what it pays is a known function of
+(the environment's key, episode, step), so that what a script writes down can be compared with what happened. They are
+strict: a reset without its seed (or with a second one), a step after an episode's end, a malformed action all raise.
+"""
+
+import os
+
+import gymnasium as gym
+import numpy as np
+
+LENGTHS = (3, 7, 1, 12, 5, 2, 9)
+ENDINGS = ("terminated", "truncated", "both")
+LOW, HIGH = np.array([-1, 0, -3], np.float32), np.array([2, 0.5, -1], np.float32)  # no two dimensions alike
+
+
+def key_of(seed):
+    """A small number that stands for an environment in its observations and decides its script."""
+    return seed % 97
+
+
+def length_of(key, episode):
+    return LENGTHS[(key + episode) % len(LENGTHS)]
+
+
+def ending_of(key, episode):
+    """Of seven lengths and three endings every pair occurs."""
+    return ENDINGS[(key + episode) % len(ENDINGS)]
+
+
+def observation_of(key, episode, step):
+    """Unlike for any two (key, episode, step); float64, as MuJoCo's are, and exact in float32."""
+    return np.array([key, episode, step], np.float64) / 16
+
+
+def reward_of(key, episode, step, action):
+    """The reward for an action on observation (key, episode, step): another action, another reward."""
+    return step + 1 + episode / 4 + key / 8 + float(np.sum(action))
+
+
+def scripted_episodes(seeds, total_steps):
+    """The episodes that end within `total_steps`, as (global_step, index, length, ending); `seeds` are the resets'."""
+    rows = []
+    for index, seed in enumerate(seeds):
+        key, episode, step = key_of(seed), 0, length_of(key_of(seed), 0)
+        while step * len(seeds) <= total_steps:
+            rows.append((step * len(seeds), index, length_of(key, episode), ending_of(key, episode)))
+            episode += 1
+            step += length_of(key, episode)
+    return sorted(rows)
+
+
+class Counter(gym.Env):
+    """Counts; `made` and `finished` are what all of its kind have seen since `forget()`.
+
+    From its n-th step on `nan_from=n` pays NaN; at that step `fail_at=n` raises, and `signal_at=n, signal=s` has the
+    operating system send this process s.
+    """
+
+    made: list["Counter"] = []  # noqa: RUF012 - shared on purpose
+    finished: list[dict] = []  # noqa: RUF012
+
+    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, signal=None):
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(LOW, HIGH)
+        self.discrete, self.nan_from, self.fail_at = discrete, nan_from, fail_at
+        self.signal_at, self.signal = signal_at, signal
+        self.seed, self.episode, self.t, self.steps, self.actions = None, -1, None, 0, []
+        Counter.made.append(self)
+
+    @staticmethod
+    def forget():
+        Counter.made.clear()
+        Counter.finished.clear()
+
+    def reset(self, *, seed=None, options=None):
+        assert (seed is None) != (self.seed is None), "each environment is seeded once, at its first reset"
+        super().reset(seed=seed)
+        if seed is not None:
+            self.seed, self.key = seed, key_of(seed)
+        self.episode, self.t, self.total = self.episode + 1, 0, 0.0
+        return observation_of(self.key, self.episode, 0), {}
+
+    def step(self, action):
+        assert self.t is not None, "a step outside an episode"
+        if self.discrete:
+            assert self.action_space.contains(action), action
+        else:
+            assert action.shape == (3,) and action.dtype == np.float32, action
+            inside = (action >= LOW - 1e-6).all() and (action <= HIGH + 1e-6).all()
+            assert inside or (self.nan_from is not None and np.isnan(action).any()), action
+        self.steps += 1
+        self.actions.append(np.array(action))
+        if self.steps == self.fail_at:
+            raise RuntimeError("the environment broke down")
+        if self.steps == self.signal_at:
+            os.kill(os.getpid(), self.signal)
+        reward = reward_of(self.key, self.episode, self.t, action)
+        if self.nan_from is not None and self.steps >= self.nan_from:
+            reward = float("nan")
+        self.t, self.total = self.t + 1, self.total + reward
+        observation = observation_of(self.key, self.episode, self.t)
+        terminated = truncated = False
+        if self.t == length_of(self.key, self.episode):
+            ending = ending_of(self.key, self.episode)
+            terminated, truncated = ending != "truncated", ending != "terminated"
+            Counter.finished.append({"return": self.total, "length": self.t, "terminated": terminated})
+            self.t = None
+        return observation, reward, terminated, truncated, {}
+
+
+class Spaces(gym.Env):
+    """Spaces alone: it can't be stepped."""
+
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+
+
+VECTOR, BOX, DISCRETE = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+SPACES = {  # name: observation space, action space
+    "DictObservation": (gym.spaces.Dict({"a": VECTOR, "b": VECTOR}), None),
+    "TupleObservation": (gym.spaces.Tuple((VECTOR, VECTOR)), None),
+    "DiscreteObservation": (gym.spaces.Discrete(9), None),
+    "PixelObservation": (gym.spaces.Box(0, 255, (8, 8, 3), np.uint8), None),
+    "ScalarObservation": (gym.spaces.Box(-1, 1, ()), None),
+    "MultiDiscreteAction": (VECTOR, gym.spaces.MultiDiscrete([2, 3])),
+    "MultiBinaryAction": (VECTOR, gym.spaces.MultiBinary(3)),
+    "UnboundedAction": (VECTOR, gym.spaces.Box(-np.inf, np.inf, (2,))),
+    "HalfBoundedAction": (VECTOR, gym.spaces.Box(np.array([-1, -np.inf], np.float32), np.ones(2, np.float32))),
+    "MatrixAction": (VECTOR, gym.spaces.Box(-1, 1, (2, 2))),
+    "WideAction": (VECTOR, gym.spaces.Box(-np.arange(1, 41, dtype=np.float32), np.float32(np.inf), (40,))),
+    "ShiftedAction": (VECTOR, gym.spaces.Discrete(3, start=1)),
+}
+
+for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, DISCRETE)):
+    for name, kwargs in (
+        ("Counter", {}),
+        ("NaNReward", {"nan_from": 90}),
+        ("Failing", {"fail_at": 90}),
+        ("Interrupting", {"signal_at": 90, "signal": 2}),
+        ("Terminating", {"signal_at": 90, "signal": 15}),
+    ):
+        gym.register(f"{name}{kind}-v0", Counter, kwargs={"discrete": is_discrete, **kwargs})
+    for name, (observations, actions) in SPACES.items():
+        gym.register(
+            f"{name}{kind}-v0", Spaces, kwargs={"observation_space": observations, "action_space": actions or space}
+        )
+gym.register("Unimportable-v0", "no_such_module:Environment")

@@ -1,0 +1,179 @@
+"""Bad input ends with exit status 2 and one clear line on stderr: no traceback, no run folder."""
+
+import dataclasses
+import importlib
+import importlib.util
+
+import pytest
+import torch
+import tyro
+
+import environments
+
+CONTINUOUS = ["sac_continuous_action", "td3_continuous_action"]
+CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
+DISCRETE = ["dqn", "dqn_torchcompile"]
+SCRIPTS = CONTINUOUS + DISCRETE
+
+AT_LEAST_1 = ("at least 1", [0, -1])
+POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])
+NOT_NEGATIVE = ("finite, at least 0", [-0.1, "nan", "inf"])
+SHARE = ("[0, 1]", [-0.01, 1.01, "nan", "inf"])
+NUMBERS = {  # of each flag: what is allowed, and values that are not
+    "total-timesteps": AT_LEAST_1,
+    "num-envs": AT_LEAST_1,
+    "buffer-size": AT_LEAST_1,
+    "batch-size": AT_LEAST_1,
+    "policy-frequency": AT_LEAST_1,
+    "target-network-frequency": AT_LEAST_1,
+    "train-frequency": AT_LEAST_1,
+    "learning-starts": ("at least 0", [-1]),
+    "measure-burnin": ("at least 0", [-1]),
+    "seed": ("[0, 2**32)", [-1, 2**32]),
+    "learning-rate": POSITIVE,
+    "policy-lr": POSITIVE,
+    "q-lr": POSITIVE,
+    "alpha": NOT_NEGATIVE,
+    "policy-noise": NOT_NEGATIVE,
+    "noise-clip": NOT_NEGATIVE,
+    "exploration-noise": NOT_NEGATIVE,
+    "gamma": SHARE,
+    "tau": SHARE,
+    "start-e": SHARE,
+    "end-e": SHARE,
+    "exploration-fraction": SHARE,
+}
+
+
+def flags_of(script):
+    fields = dataclasses.fields(importlib.import_module(script).Args)
+    return {field.name.replace("_", "-"): field.type for field in fields}
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """refused(script, flag, …): runs it in this process, and returns its stderr once all that is common has held."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(script, *argv, lines=1):
+        module = importlib.import_module(script)
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            module.main(tyro.cli(module.Args, args=[str(word) for word in argv]))
+        out, err = capsys.readouterr()
+        assert caught.value.code == 2
+        assert "Traceback" not in err and out == ""
+        if lines:
+            assert len(err.splitlines()) == lines and err.endswith("\n"), err
+        assert sorted(tmp_path.rglob("*")) == before, "a run folder is left"
+        return err
+
+    return refused
+
+
+def test_every_number_is_in_the_table():
+    numbers = {flag for script in SCRIPTS for flag, kind in flags_of(script).items() if kind in (int, float)}
+    assert numbers == set(NUMBERS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_numbers_out_of_range(refused, script):
+    for flag in NUMBERS.keys() & flags_of(script).keys():
+        allowed, values = NUMBERS[flag]
+        for value in values:
+            err = refused(script, f"--{flag}", value)
+            shown = flags_of(script)[flag](value)  # 0 is 0.0 where any real number is allowed
+            assert err.startswith(f"error: --{flag} {shown}: ") and allowed in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_numbers_that_do_not_fit_each_other(refused, script):
+    for starts in (100, 101):
+        err = refused(script, "--total-timesteps", 100, "--learning-starts", starts)
+        assert f"--learning-starts {starts}" in err and "below --total-timesteps 100" in err
+    err = refused(script, "--buffer-size", 3, "--num-envs", 4)
+    assert "--buffer-size 3" in err and "at least --num-envs 4" in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_not_a_number_and_not_a_flag(refused, script):
+    """The command line's own errors are a few lines long."""
+    for flag, value in (("--seed", "one"), ("--num-envs", "1.5"), ("--gamma", "high"), ("--cuda", "maybe")):
+        err = refused(script, flag, value, lines=None)
+        assert value in err and (flag in err or flag == "--cuda")
+    assert "--gama" in refused(script, "--gama", "0.9", lines=None)
+    assert "--env-id" in refused(script, "--env-id", lines=None)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "env_id, nearest",
+    [
+        ("HalfCheeta-v4", "HalfCheetah-v4"),
+        ("CartPole-v7", "CartPole-v1"),
+        ("hopper-v4", "Hopper-v4"),
+        ("Unimportable-v0", "no_such_module"),
+        ("no_such_module:Environment-v0", ""),
+        ("no such environment", ""),
+        ("", ""),
+    ],
+)
+def test_unknown_environment(refused, script, env_id, nearest):
+    err = refused(script, "--env-id", env_id)
+    assert f"--env-id {env_id}: " in err and nearest in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_spaces_that_the_algorithm_cannot_take(refused, script):
+    kind = "Discrete" if script in DISCRETE else "Continuous"
+    for name, (observation_space, action_space) in environments.SPACES.items():
+        if name == "ShiftedAction" and script not in DISCRETE:
+            continue  # refused as every discrete action is
+        err = refused(script, "--env-id", f"{name}{kind}-v0")
+        assert f"--env-id {name}{kind}-v0: " in err and "must be" in err
+        assert ("observations" if action_space is None else "actions") in err
+        assert type(action_space or observation_space).__name__ in err
+    other = "Pendulum-v1" if script in DISCRETE else "CartPole-v1"
+    assert f"--env-id {other}: its actions must be" in refused(script, "--env-id", other)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.endswith("_torchcompile")])
+def test_cudagraphs_without_cuda(refused, monkeypatch, script):
+    assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs", "--no-cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_track_without_wandb(refused, monkeypatch, script):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find_spec(name, *a))
+    err = refused(script, "--track")
+    assert "--track True: needs the wandb package" in err and "pip install wandb" in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_output_dir_that_cannot_be_written_to(refused, tmp_path, script):
+    (tmp_path / "file").write_text("in the way")
+    small = ["--env-id", "Counter" + ("Discrete-v0" if script in DISCRETE else "Continuous-v0"), "--buffer-size", "100"]
+    for folder in ("file", "file/runs", "x" * 300):
+        err = refused(script, *small, "--no-cuda", "--output-dir", folder)
+        assert f"--output-dir {folder}: " in err and "can be written to" in err
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["sac_continuous_action.py", "--gamma", "1.5"], "error: --gamma 1.5: must lie in [0, 1]\n"),
+        (["dqn_torchcompile.py", "--cudagraphs"], "error: --cudagraphs True: needs a CUDA device and --cuda\n"),
+        (["td3_continuous_action.py", "--env-id", "HalfCheeta-v4"], "HalfCheetah-v4"),
+    ],
+)
+def test_in_a_process_of_its_own(start, tmp_path, argv, message):
+    process = start(*argv, cwd=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 2 and out == ""
+    assert message in err and len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,379 @@
+"""What a run leaves behind: its four files, its last lines, its exit status, however it ends."""
+
+import ast
+import importlib
+import importlib.machinery
+import json
+import math
+import resource
+import shutil
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import environments
+from conftest import LEANRL, read_run
+
+SCRIPTS = [
+    algorithm + version
+    for algorithm in ("sac_continuous_action", "td3_continuous_action", "dqn")
+    for version in ("", "_torchcompile")
+]
+LOSSES = {
+    "sac_continuous_action": {"qf_loss", "actor_loss", "alpha_loss", "alpha"},
+    "td3_continuous_action": {"qf_loss", "actor_loss"},
+    "dqn": {"td_loss", "q_value", "epsilon"},
+}
+SMALL = ["--total-timesteps", 300, "--learning-starts", 150, "--buffer-size", 120, "--batch-size", 8]
+SMALL += ["--measure-burnin", 20]
+VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
+SUMMARY = {
+    "script", "variant", "env_id", "seed", "global_step", "updates", "fps", "fps_window", "warmup_seconds",
+    "wall_seconds", "episodes", "episode_return", "device", "device_name", "threads", "peak_memory_bytes", "versions",
+    "status",
+}  # fmt: skip
+
+
+def algorithm_of(script):
+    return script.removesuffix("_torchcompile")
+
+
+def expected_updates(script, config):
+    """Counted step by step, as the design says it, from what the run's config.json holds."""
+    num_envs, starts, updates = config["num_envs"], config["learning_starts"], 0
+    for step in range(0, config["total_timesteps"], num_envs):  # steps taken before this one of every environment
+        if script.startswith("dqn"):
+            reached = [n for n in range(step + 1, step + num_envs + 1) if n % config["train_frequency"] == 0]
+            updates += len(reached) if step + num_envs > starts else 0
+        else:
+            updates += num_envs if step >= starts else 0
+    return updates
+
+
+def assert_recorded(script, run):
+    """The episodes, metrics, and summary of a finished run say what the environments have done."""
+    config, summary, num_envs = run.config, run.summary, run.config["num_envs"]
+    steps = -(-config["total_timesteps"] // num_envs) * num_envs
+    assert [env.steps for env in run.made] == [steps // num_envs] * num_envs
+
+    # episodes.jsonl: ends and lengths as scripted, returns as paid out
+    scripted = environments.scripted_episodes([env.seed for env in run.made], steps)
+    assert len(run.episodes) == len(scripted) == len(run.finished) > 10
+    for line, (global_step, _, length, ending), paid in zip(run.episodes, scripted, run.finished, strict=True):
+        assert set(line) == {"global_step", "return", "length", "terminated"}
+        assert line == {"global_step": global_step, **paid}
+        assert line["length"] == length and line["terminated"] is (ending != "truncated")
+
+    # metrics.jsonl: a line for each hundred steps that has been reached, means over the last 100 episodes
+    due = sorted({n for n in range(num_envs, steps + 1, num_envs) if n % 100 < num_envs} | {num_envs})
+    assert [line["global_step"] for line in run.metrics] == due
+    for line in run.metrics:
+        recent = [row for row in run.episodes if row["global_step"] <= line["global_step"]][-100:]
+        for key, column in (("episode_return", "return"), ("episode_length", "length")):
+            mean = sum(row[column] for row in recent) / len(recent) if recent else None
+            assert line[key] == (mean if mean is None else pytest.approx(mean, abs=1e-4))
+        assert line["fps"] > 0 and line["learning_rate"] == config.get("learning_rate", config.get("policy_lr"))
+    times = [line["wall_time"] for line in run.metrics]
+    assert times == sorted(times) and times[0] > 0
+    always = {"global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate"}
+    assert set(run.metrics[-1]) == always | LOSSES[algorithm_of(script)]
+
+    # summary.json
+    assert set(summary) == SUMMARY
+    assert summary["status"] == "finished" and summary["variant"] == "eager" and summary["script"] == script
+    assert summary["env_id"] == config["env_id"] and summary["seed"] == config["seed"]
+    assert summary["global_step"] == steps and summary["episodes"] == len(run.episodes)
+    assert summary["updates"] == expected_updates(script, config) > 0
+    opens = config["learning_starts"]
+    opens += min(config["measure_burnin"], (config["total_timesteps"] - config["learning_starts"]) // 2)
+    assert summary["fps_window"] == [max(num_envs, -(-opens // num_envs) * num_envs), steps]
+    assert summary["fps"] > 0 and summary["wall_seconds"] > 0 and summary["warmup_seconds"] == 0
+    returns = [row["return"] for row in run.episodes[-100:]]
+    assert summary["episode_return"] == pytest.approx(sum(returns) / len(returns), abs=1e-4)
+    assert summary["peak_memory_bytes"] > 2**20
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def three(request, launch):
+    """One run of each script, with three environments: (script, run)."""
+    return request.param, launch(request.param, *SMALL, "--num-envs", 3, "--seed", 7)
+
+
+def test_episodes_metrics_and_summary(three):
+    script, run = three
+    assert_recorded(script, run)
+    ends = [line["global_step"] for line in run.episodes]
+    assert len(set(ends)) < len(ends), "no two environments finished at once"
+    scripted = environments.scripted_episodes([env.seed for env in run.made], 300)
+    assert {ending for *_, ending in scripted} == set(environments.ENDINGS)
+    assert len({length for _, _, length, _ in scripted}) == len(environments.LENGTHS)
+
+
+def test_config(three):
+    script, run = three
+    module = importlib.import_module(script)
+    args = vars(module.Args()) | {
+        "env_id": run.config["env_id"], "total_timesteps": 300, "learning_starts": 150, "buffer_size": 120,
+        "batch_size": 8, "measure_burnin": 20, "num_envs": 3, "seed": 7, "cuda": False,
+        "output_dir": str(run.folder.parent),
+    }  # fmt: skip
+    assert {name: run.config[name] for name in args} == args
+    about = {"device", "device_name", "threads", "versions"}
+    assert set(run.config) - set(args) == about
+    assert {name: run.config[name] for name in about} == {name: run.summary[name] for name in about}
+    assert run.config["device"] == "cpu" and run.config["device_name"] and run.config["threads"] == 1
+    assert set(run.config["versions"]) == VERSIONS
+    assert run.config["versions"]["torch"] == importlib.metadata.version("torch")
+    assert run.config["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_folder_and_last_lines(three):
+    script, run = three
+    env_id = "CounterDiscrete-v0" if script.startswith("dqn") else "CounterContinuous-v0"
+    stem, _, started = run.folder.name.rpartition("__")
+    assert stem == f"{env_id}__{script}__7" and abs(int(started) - time.time()) < 86_400
+    files = ["config.json", "episodes.jsonl", "metrics.jsonl", "summary.json"]
+    assert sorted(path.name for path in run.folder.iterdir()) == files
+    *_, reward, fps, where = run.out.splitlines()
+    assert f"return {run.summary['episode_return']} " in reward
+    assert f"{run.summary['fps']} steps/s" in fps
+    assert where == f"finished at step 300: {run.folder}"
+    assert run.err == ""  # no bar where there is no terminal
+
+
+def test_random_actions_are_each_environments_own(three):
+    actions = [str([action.tolist() for action in env.actions[:50]]) for env in three[1].made]
+    assert len(set(actions)) == 3
+
+
+def test_one_environment(launch, three):
+    script = three[0]
+    run = launch(script, *SMALL, "--seed", 3)
+    assert run.config["num_envs"] == 1
+    assert_recorded(script, run)
+
+
+def test_same_seed_same_episodes(launch, three):
+    script, run = three
+    again = launch(script, *SMALL, "--num-envs", 3, "--seed", 7)
+    other = launch(script, *SMALL, "--num-envs", 3, "--seed", 8)
+    assert again.episodes == run.episodes
+    last, same = run.metrics[-1], again.metrics[-1]
+    assert all(last[name] == same[name] for name in LOSSES[algorithm_of(script)])
+    assert other.episodes != run.episodes
+    assert not {env.seed for env in run.made} & {env.seed for env in other.made}
+
+
+FLAGS = {  # every flag that the runs above leave where it is, in another position
+    "sac_continuous_action": [
+        ["--no-autotune", "--alpha", 0.5, "--tau", 1, "--buffer-size", 3],
+        ["--policy-frequency", 3, "--target-network-frequency", 2, "--no-torch-deterministic", "--gamma", 0],
+        ["--learning-starts", 0, "--measure-burnin", 0, "--policy-lr", 1e-4, "--q-lr", 1e-4],
+    ],
+    "td3_continuous_action": [
+        ["--policy-frequency", 3, "--exploration-noise", 0, "--policy-noise", 0, "--no-torch-deterministic"],
+        ["--learning-starts", 0, "--measure-burnin", 0, "--noise-clip", 0, "--gamma", 1, "--policy-frequency", 1],
+        ["--tau", 1, "--buffer-size", 3, "--learning-rate", 1e-4],
+    ],
+    "dqn": [
+        ["--train-frequency", 3, "--num-envs", 4, "--target-network-frequency", 7, "--no-torch-deterministic"],
+        ["--learning-starts", 0, "--measure-burnin", 0, "--exploration-fraction", 0, "--train-frequency", 1],
+        ["--target-network-frequency", 2, "--tau", 0.5, "--start-e", 0, "--end-e", 0, "--gamma", 0],
+        ["--train-frequency", 2, "--buffer-size", 3, "--learning-rate", 1e-3, "--num-envs", 3],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [(script, flags) for script in SCRIPTS for flags in FLAGS[algorithm_of(script)]],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
+)
+def test_flags_in_their_other_position(launch, script, flags):
+    if "--num-envs" not in flags:
+        flags = [*flags, "--num-envs", 2]
+    run = launch(script, *SMALL, "--total-timesteps", 200, "--learning-starts", 130, *flags)
+    assert_recorded(script, run)
+    if "--no-autotune" in flags:
+        assert all(line["alpha"] == pytest.approx(0.5) for line in run.metrics if "alpha" in line)
+    assert torch.backends.cudnn.deterministic is ("--no-torch-deterministic" not in flags)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_wandb_gets_every_line(launch, monkeypatch, script):
+    calls = SimpleNamespace(init=[], log=[])
+    wandb = SimpleNamespace(
+        __spec__=importlib.machinery.ModuleSpec("wandb", None),
+        init=lambda **kwargs: calls.init.append(kwargs),
+        log=lambda line, step: calls.log.append((step, line)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = launch(script, *SMALL, "--track", "--wandb-project", "p", "--wandb-entity", "e")
+    (init,) = calls.init
+    assert init["project"] == "p" and init["entity"] == "e" and init["config"]["total_timesteps"] == 300
+    assert calls.log == [(line["global_step"], line) for line in run.metrics]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_environments_never_share_a_seed(script):
+    module = importlib.import_module(script)
+    env_id = "CounterDiscrete-v0" if script.startswith("dqn") else "CounterContinuous-v0"
+    seeds, samples = [], []
+    for seed in (0, 1, 2, 3, 2**32 - 1):
+        envs, first = module.make_environments(module.Args(env_id=env_id, num_envs=5, seed=seed))
+        assert len(envs) == len(first) == 5
+        seeds += first
+        samples += [str([env.action_space.sample() for _ in range(50)]) for env in envs]
+    assert len(set(seeds)) == len(set(samples)) == 25
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_loss_that_is_not_finite_fails(launch, script):
+    """From the 90th step on the reward is NaN; the first log point after it has been learned from is step 200."""
+    run = launch(script, *SMALL, "--learning-starts", 110, env_id="NaNReward", raises=SystemExit)
+    assert isinstance(run.error.code, str)  # written to stderr, with exit status 1
+    name = "td_loss" if script.startswith("dqn") else "qf_loss"
+    assert run.error.code == f"error: {name} is nan at step 200"
+    assert run.summary["status"] == "failed" and run.summary["global_step"] == 200 and run.summary["updates"] > 0
+    assert [line["global_step"] for line in run.metrics] == [1, 100]
+    scripted = environments.scripted_episodes([env.seed for env in run.made], 200)
+    assert [line["length"] for line in run.episodes] == [length for _, _, length, _ in scripted]
+    for line, paid in zip(run.episodes, run.finished, strict=True):
+        assert line["return"] == (None if math.isnan(paid["return"]) else paid["return"])
+    assert math.isfinite(run.summary["episode_return"])
+    assert run.out.splitlines()[-1] == f"failed at step 200: {run.folder}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_loss_that_is_not_finite_at_the_very_end_fails(launch, script):
+    """No log point comes after the updates that see NaN."""
+    flags = ["--total-timesteps", 195, "--learning-starts", 110]
+    run = launch(script, *SMALL, *flags, env_id="NaNReward", raises=SystemExit)
+    assert run.summary["status"] == "failed" and "is nan at step 195" in run.error.code
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_error_in_the_environment_fails(launch, script):
+    run = launch(script, *SMALL, "--learning-starts", 30, env_id="Failing", raises=RuntimeError)
+    assert str(run.error) == "the environment broke down"
+    assert run.summary["status"] == "failed" and run.summary["global_step"] == 89 and run.summary["updates"] > 0
+    assert run.summary["episodes"] == len(run.episodes) == len(run.finished) > 10
+    assert run.out.splitlines()[-1] == f"failed at step 89: {run.folder}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name, number", [("Interrupting", signal.SIGINT), ("Terminating", signal.SIGTERM)])
+def test_a_signal_interrupts(launch, script, name, number):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run = launch(script, *SMALL, "--learning-starts", 30, env_id=name, raises=SystemExit)
+    assert run.error.code == 128 + number
+    assert run.summary["status"] == "interrupted" and run.summary["global_step"] == 89 and run.summary["updates"] > 0
+    assert run.summary["episodes"] == len(run.episodes) == len(run.finished) > 10
+    assert run.out.splitlines()[-1] == f"interrupted at step 89: {run.folder}" and run.err == ""
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_while_the_summary_is_made(launch, monkeypatch, second):
+    getrusage = resource.getrusage
+    monkeypatch.setattr(resource, "getrusage", lambda who: signal.raise_signal(second) or getrusage(who))
+    run = launch("dqn", *SMALL, env_id="Interrupting", raises=SystemExit)
+    assert run.summary["status"] == "interrupted" and run.error.code == 130
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_before_the_summary_is_begun(launch, second):
+    """Sent as the loop is left, in the first instant of `Run.__exit__`."""
+    sent, handlers = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def profile(frame, event, _argument):
+        if event == "call" and frame.f_code.co_qualname == "Run.__exit__" and not sent:
+            sent.append(second)
+            signal.raise_signal(second)
+
+    sys.setprofile(profile)
+    try:
+        run = launch("dqn", *SMALL, env_id="Interrupting", raises=(SystemExit, KeyboardInterrupt))
+    finally:
+        sys.setprofile(None)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert sent and isinstance(run.error, SystemExit)
+    assert run.summary["status"] == "interrupted" and run.error.code == 130
+
+
+# ---- In processes of their own ----
+def wait_for_learning(process, folder):
+    """Returns once the run has written a line of metrics with a loss."""
+    while process.poll() is None:
+        for path in folder.glob("runs/*/metrics.jsonl"):
+            if "loss" in path.read_text():
+                return
+        time.sleep(0.05)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.parametrize(
+    "script, env_id, signals, status",
+    [
+        ("dqn.py", "CartPole-v1", [signal.SIGTERM], 143),
+        ("sac_continuous_action.py", "Pendulum-v1", [signal.SIGINT, signal.SIGINT], 130),
+    ],
+)
+def test_signals_from_outside(start, tmp_path, script, env_id, signals, status):
+    process = start(script, "--env-id", env_id, "--learning-starts", 100, "--batch-size", 8, cwd=tmp_path)
+    wait_for_learning(process, tmp_path)
+    for number in signals:
+        process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == status and err == ""
+    run = read_run(tmp_path / "runs")
+    assert run.summary["status"] == "interrupted" and run.summary["updates"] > 0
+    assert run.summary["episodes"] == len(run.episodes) and run.summary["global_step"] >= 200
+    assert out.splitlines()[-1].startswith(f"interrupted at step {run.summary['global_step']}: runs/{env_id}__")
+
+
+@pytest.mark.parametrize("name, shown", [("Failing", "RuntimeError: the environment broke down"), ("NaNReward", None)])
+def test_exit_status_of_failed_runs(start, tmp_path, name, shown):
+    process = start("dqn.py", *SMALL, "--env-id", f"environments:{name}Discrete-v0", cwd=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 1, err
+    assert ("Traceback" in err and shown in err) if shown else err == "error: td_loss is nan at step 200\n"
+    assert "failed at step" in out
+    assert read_run(tmp_path / "runs").summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("script", ["td3_continuous_action.py", "sac_continuous_action_torchcompile.py"])
+def test_copied_alone_it_leaves_terminal_and_folder_clean(start, tmp_path, script):
+    copy = shutil.copy(LEANRL / script, tmp_path / "copy.py")
+    flags = ["--env-id", "HalfCheetah-v4", "--total-timesteps", 120, "--learning-starts", 80, "--batch-size", 8]
+    process = start(copy, *flags, "--buffer-size", 100, cwd=tmp_path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and err == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.py", "runs"]
+    run = read_run(tmp_path / "runs")
+    assert run.summary["script"] == "copy" and run.summary["status"] == "finished" and run.summary["updates"] == 40
+    assert run.folder.name.startswith("HalfCheetah-v4__copy__1__")
+    size, *last = out.splitlines()
+    assert size.startswith("replay buffer: ") and len(last) == 3
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_script_imports_its_neighbours(script):
+    neighbours = {path.stem for path in LEANRL.glob("*.py")} | {"leanrl"}
+    for node in ast.walk(ast.parse((LEANRL / f"{script}.py").read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.partition(".")[0] for name in names} & neighbours
+        assert not (isinstance(node, ast.ImportFrom) and node.level)
+
+
+def test_module_prefix_in_an_environments_name(launch):
+    run = launch("dqn", *SMALL, env_id="environments:CounterDiscrete-v0")
+    assert run.config["env_id"] == "environments:CounterDiscrete-v0"
+    assert run.folder.name.startswith("environments-CounterDiscrete-v0__dqn__1__")
+    assert json.loads((run.folder / "summary.json").read_text())["status"] == "finished"
