@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tyro
 import environments
 
 torch.set_num_threads(1)
+logging.getLogger("torch.__trace").propagate = False  # thousands of empty lines in pytest's report of a failure
 
 LEANRL = Path(__file__).parent.parent / "leanrl"
 

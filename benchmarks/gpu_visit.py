@@ -1,0 +1,163 @@
+"""All that is wanted from a short visit to a CUDA machine: the GPU tests, then the speed of every variant.
+
+    python benchmarks/gpu_visit.py --output results --budget 540
+
+What matters most comes first: `pytest -m gpu`, then of each script compile+cudagraphs, eager, cudagraphs and compile,
+then the same again, and at last the warm-up with cold and warm caches, as far as the time lasts. Nothing is begun that
+is not expected to end within the budget, and whatever runs at its end is stopped. Each file is renewed after each run:
+
+- gpu_visit.json: the tests' outcome, and the GPU's use in each run while it learned;
+- speed_GPU_DATE.json and warmup_GPU_DATE.json: for benchmarks/results/, as benchmarks/speed.py writes them.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+import speed
+
+VARIANTS = ("compile+cudagraphs", "eager", "cudagraphs", "compile")
+
+
+@dataclass
+class Args:
+    output: Path = Path(os.environ.get("OUT", "."))
+    """folder for the result files; $OUT if that is set, else the current folder"""
+    budget: float = 540.0
+    """seconds after which the visit is over"""
+    test_budget: float = 180.0
+    """seconds of them that the tests may take"""
+    scripts: tuple[str, ...] = ("sac", "td3", "dqn")
+    """scripts to measure, the most valuable first"""
+    repeats: int = 2
+    """runs of each arm, if the time lasts"""
+    steps: int | None = None
+    """environment steps with learning in each run; by default as in benchmarks/speed.py"""
+    tests: bool = True
+    """run the tests marked gpu"""
+    rehearse: bool = False
+    """run without a GPU, where the captured variants fail, to see that the program works"""
+
+
+class Sampler:
+    """Reads the GPU's use from nvidia-smi every half second, in the background; without nvidia-smi there is none."""
+
+    def __init__(self):
+        self.samples: list[tuple[float, float, float]] = []  # unix time, % of time a kernel ran, watts
+        query = ["--query-gpu=utilization.gpu,power.draw", "--format=csv,noheader,nounits", "--id=0", "--loop-ms=500"]
+        try:
+            self.process = subprocess.Popen(
+                ["nvidia-smi", *query],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError:
+            self.process = None
+            return
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        for line in self.process.stdout:
+            try:
+                use, power = map(float, line.split(","))
+            except ValueError:  # "[N/A]"
+                continue
+            self.samples.append((time.time(), use, power))
+
+    def during(self, run: dict) -> dict | None:
+        """The GPU's use within the window in which the run's fps was taken."""
+        summary = run.get("summary")
+        if not summary or not summary["fps"]:
+            return None
+        first, last = summary["fps_window"]
+        begin = run["ended"] - (last - first) / summary["fps"]
+        rows = [sample for sample in list(self.samples) if begin <= sample[0] <= run["ended"]]
+        if not rows:
+            return None
+        use, power = (round(statistics.fmean(column), 1) for column in list(zip(*rows, strict=True))[1:])
+        return {"utilisation_percent": use, "power_watts": power, "samples": len(rows)}
+
+    def close(self) -> None:
+        if self.process:
+            speed.stop(self.process)
+
+
+def run_tests(timeout: float) -> dict:
+    """Runs the tests marked gpu; their exit status (None if they were stopped) and the end of their output."""
+    started = time.perf_counter()
+    code, out, err = speed.run_process([sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5"], timeout)
+    tail = speed.scrub(out + err)[-12_000:]
+    return {"exit_status": code, "seconds": round(time.perf_counter() - started, 1), "output_tail": tail}
+
+
+def main(args: Args) -> None:
+    deadline = time.perf_counter() + args.budget
+    speed.terminate_like_interrupt()
+    scripts, probe = speed.find_scripts(args.scripts), speed.ask(speed.PROBE)
+    if probe["gpu"] is None and not args.rehearse:
+        speed.fail("there is no CUDA device (--rehearse goes through the visit without one)")
+    device = "cuda" if probe["gpu"] else "cpu"
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        speed.fail(f"--output {args.output}: must be a folder that can be written to ({error.strerror})")
+
+    options = speed.Args(repeats=args.repeats, steps=args.steps)
+    visit = {
+        "kind": "gpu_visit",
+        "started": speed.now(),
+        "hardware": speed.hardware(probe),
+        "tests": None,
+        "gpu_use": [],
+    }
+    results = {kind: speed.new_result(kind, options, probe, device) for kind in ("speed", "warmup")}
+    paths = {kind: speed.result_path(kind, device, probe, args.output) for kind in results}
+
+    def note() -> None:
+        visit["gpu_use"] = [
+            {key: run[key] for key in ("script", "variant", "repeat")} | {"use": sampler.during(run)}
+            for run in results["speed"]["runs"]
+        ]
+        visit["seconds"] = round(args.budget - (deadline - time.perf_counter()), 1)
+        (args.output / "gpu_visit.json").write_text(json.dumps(visit, indent=1) + "\n")
+
+    sampler = Sampler()
+    try:
+        if args.tests:
+            print("pytest -m gpu: ", end="", flush=True)
+            visit["tests"] = run_tests(min(args.test_budget, deadline - time.perf_counter()))
+            last = (visit["tests"]["output_tail"].strip().splitlines() or ["no output"])[-1]
+            print(f"exit status {visit['tests']['exit_status']}, {last}", flush=True)
+            note()
+        with speed.until_stopped(results["speed"], paths["speed"]):
+            plan = [(s, v, r) for r in range(1, args.repeats + 1) for v in VARIANTS for s in scripts]
+            speed.measure_all(options, plan, results["speed"], paths["speed"], deadline, after_each=note)
+        with speed.until_stopped(results["warmup"], paths["warmup"]):
+            arms = [(s, v) for v in ("cudagraphs", "compile+cudagraphs") for s in scripts]
+            speed.warm_up_all(arms, [], results["warmup"], paths["warmup"], deadline=deadline)
+    finally:
+        sampler.close()
+        note()
+        for entry in visit["gpu_use"]:
+            if entry["use"]:
+                use = entry["use"]
+                print(f"{entry['script']} {entry['variant']}: GPU used {use['utilisation_percent']:.0f} % of the time")
+        print(f"the visit took {visit['seconds']:.0f} s of {args.budget:.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,266 @@
+"""Trains the scripts to see what they learn, and keeps each finished run as one compact JSON file.
+
+    python benchmarks/learning.py run --jobs 2                 the built-in plan, two processes at a time
+    python benchmarks/learning.py run --plan my_plan.json      another plan: a list like `PLAN` below
+    python benchmarks/learning.py collect runs/HalfCheetah-v4__*   run folders made in any other way
+
+`run` skips what has a result already and collects each run as it finishes. A result is
+benchmarks/results/learning/ENV__SCRIPT__VARIANT__STEPS__seedSEED.json: the run's arguments, versions and summary, every
+episode (as columns), the losses at 200 points at most, and the mean returns of the last 20 and 100 episodes.
+"""
+
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from speed import FLAGS, RESULTS, SCRIPTS, fail, stop, terminate_like_interrupt
+
+LEARNING = RESULTS / "learning"
+SAC, TD3 = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"
+PLAN = [
+    {"script": "dqn_torchcompile", "flags": "--compile", "env_id": "CartPole-v1", "steps": 500_000, "seeds": [1, 2, 3]},
+    {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
+    {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
+    {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
+    {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
+    {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
+    {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
+]
+# What a line of metrics.jsonl holds besides the losses, and what config.json holds besides the arguments
+NO_LOSS = ("global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate")
+NO_ARGUMENT = ("device", "device_name", "threads", "versions")
+PRIVATE = ("output_dir", "wandb_project", "wandb_entity")
+LOSS_POINTS = 200
+
+
+@dataclass
+class RunArgs:
+    """Runs learning jobs, and collects each as it finishes."""
+
+    plan: Path | None = None
+    """JSON file, a list of {"script", "flags", "env_id", "steps", "seeds"}; the built-in plan if not given"""
+    jobs: int = 1
+    """processes at a time; each has one thread if there are several"""
+    output_dir: Path = Path("runs")
+    """folder for the run folders and the logs"""
+    results: Path = LEARNING
+    """folder of the results"""
+    dry_run: bool = False
+    """only say what would run"""
+
+
+@dataclass
+class CollectArgs:
+    """Turns folders of finished runs into results."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """run folders, of finished runs"""
+    results: Path = LEARNING
+    """folder of the results"""
+    force: bool = False
+    """replace a result that was made with other arguments"""
+
+
+# ---- Collecting ----
+def read_columns(path: Path) -> dict[str, list]:
+    """The lines of a JSON-lines file as columns; None where a line lacks a key."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    keys = list(dict.fromkeys(key for line in lines for key in line))
+    return {key: [line.get(key) for line in lines] for key in keys}
+
+
+def thin(columns: dict[str, list], points: int) -> dict[str, list]:
+    """At most `points` rows, evenly spaced, the first and the last among them."""
+    rows = len(next(iter(columns.values()), []))
+    if rows <= points:
+        return columns
+    kept = [round(i * (rows - 1) / (points - 1)) for i in range(points)]
+    return {key: [column[row] for row in kept] for key, column in columns.items()}
+
+
+def losses_of(metrics: dict[str, list]) -> dict[str, list]:
+    """The columns of losses, and their steps, from the first line that has them on."""
+    names = [name for name in metrics if name not in NO_LOSS]
+    rows = [
+        row for row in range(len(metrics.get("global_step", []))) if any(metrics[n][row] is not None for n in names)
+    ]
+    return thin({name: [metrics[name][row] for row in rows] for name in ("global_step", *names)}, LOSS_POINTS)
+
+
+def mean_of_last(returns: Sequence[float | None], count: int) -> float | None:
+    last = [value for value in returns if value is not None][-count:]
+    return round(math.fsum(last) / len(last), 4) if last else None
+
+
+def collect(folder: Path) -> dict:
+    """The result of a finished run; raises ValueError for any other folder."""
+    missing = [
+        f for f in ("config.json", "summary.json", "episodes.jsonl", "metrics.jsonl") if not (folder / f).is_file()
+    ]
+    if missing:
+        raise ValueError(f"{folder}: not the folder of a finished run, it lacks {', '.join(missing)}")
+    config, summary = (json.loads((folder / name).read_text()) for name in ("config.json", "summary.json"))
+    if summary["status"] != "finished" or summary["global_step"] < config["total_timesteps"]:
+        steps = f"at step {summary['global_step']} of {config['total_timesteps']}"
+        raise ValueError(f"{folder}: the run is not finished, but {summary['status']} {steps}")
+    episodes = read_columns(folder / "episodes.jsonl")
+    returns = episodes.get("return", [])
+    if len(returns) != summary["episodes"]:
+        raise ValueError(f"{folder}: has {len(returns)} episodes, where its summary counts {summary['episodes']}")
+    arguments = {key: value for key, value in config.items() if key not in (*NO_ARGUMENT, *PRIVATE)}
+    result = {"kind": "learning", "script": summary["script"], "variant": summary["variant"]}
+    result |= {"arguments": arguments, **{key: config[key] for key in NO_ARGUMENT}, "summary": summary}
+    result |= {"return_last_20": mean_of_last(returns, 20), "return_last_100": mean_of_last(returns, 100)}
+    return result | {"episodes": episodes, "losses": losses_of(read_columns(folder / "metrics.jsonl"))}
+
+
+def result_name(env_id: str, script: str, variant: str, steps: int, seed: int) -> str:
+    return f"{env_id.replace('/', '-')}__{script}__{variant}__{steps}__seed{seed}.json"
+
+
+def name_of(result: dict) -> str:
+    arguments = result["arguments"]
+    script = (result["script"], result["variant"])
+    return result_name(arguments["env_id"], *script, arguments["total_timesteps"], arguments["seed"])
+
+
+def write(result: dict, folder: Path, force: bool = False) -> Path:
+    """Writes a result; raises ValueError if one of the same name was made with other arguments."""
+    path = folder / name_of(result)
+    if path.exists() and not force and json.loads(path.read_text())["arguments"] != result["arguments"]:
+        raise ValueError(f"{path} is there already, from a run with other arguments (--force replaces it)")
+    folder.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    part.replace(path)
+    return path
+
+
+def collect_all(args: CollectArgs) -> None:
+    """Collects all the folders, or none if one is not that of a finished run."""
+    try:
+        results = [collect(folder) for folder in args.folders]
+        for result in results:
+            path = write(result, args.results, args.force)
+            print(f"{path.name}: {result['return_last_100']} (mean of the last 100 episodes)")
+    except ValueError as error:
+        fail(str(error))
+
+
+# ---- Running ----
+def jobs_of(plan: Sequence[dict]) -> list[dict]:
+    """One job a seed, with the name of its result; ends the program if the plan is not one."""
+    jobs = []
+    for entry in plan:
+        keys = {"script": str, "flags": str, "env_id": str, "steps": int, "seeds": list}
+        if not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in keys.items()):
+            fail(f"--plan: {entry!r} must have " + ", ".join(f"{key} ({kind.__name__})" for key, kind in keys.items()))
+        if not (SCRIPTS / f"{entry['script']}.py").is_file():
+            fail(f"--plan: there is no script leanrl/{entry['script']}.py")
+        flags = shlex.split(entry["flags"])
+        switches = [flag for flag in ("--compile", "--cudagraphs") if flag in flags]
+        variant = next((name for name, needed in FLAGS.items() if needed and needed == switches), "eager")
+        for seed in entry["seeds"]:
+            name = result_name(entry["env_id"], entry["script"], variant, entry["steps"], seed)
+            command = [
+                *flags,
+                "--env-id",
+                entry["env_id"],
+                "--total-timesteps",
+                str(entry["steps"]),
+                "--seed",
+                str(seed),
+            ]
+            jobs.append({"name": name, "script": entry["script"], "flags": command})
+    return jobs
+
+
+def start(job: dict, args: RunArgs) -> subprocess.Popen:
+    """Starts a job in its own process group; it writes to a log beside its run folder."""
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
+    folder = args.output_dir / job["name"].removesuffix(".json")
+    folder.mkdir(parents=True, exist_ok=True)
+    job["folder"], job["started"] = folder, time.time()
+    job["known"] = set(folder.glob("*/summary.json"))
+    command = [sys.executable, str(SCRIPTS / f"{job['script']}.py"), *job["flags"], "--output-dir", str(folder)]
+    with open(folder / "log", "w") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def finish(job: dict, code: int, args: RunArgs) -> str | None:
+    """Collects a job that has ended; why not, if that fails."""
+    log = (job["folder"] / "log").read_text().strip().splitlines() or ["no output"]
+    summaries = set(job["folder"].glob("*/summary.json")) - job["known"]
+    if code != 0 or len(summaries) != 1:
+        return f"exit status {code}: {log[-1]}"
+    try:
+        result = collect(summaries.pop().parent)
+        write(result, args.results)
+    except ValueError as error:
+        return str(error)
+    minutes = (time.time() - job["started"]) / 60
+    print(f"{job['name']}: {result['return_last_100']} (mean of the last 100 episodes), {minutes:.0f} min", flush=True)
+    return None
+
+
+def run_all(args: RunArgs) -> None:
+    """Runs the jobs that have no result yet, `args.jobs` at a time; exit status 1 if one fails."""
+    if args.jobs < 1:
+        fail(f"--jobs {args.jobs}: must be at least 1")
+    try:
+        plan = json.loads(args.plan.read_text()) if args.plan else PLAN
+    except (OSError, ValueError) as error:
+        fail(f"--plan {args.plan}: must be a JSON file ({error})")
+    args.output_dir = args.output_dir.resolve()
+    jobs = jobs_of(plan if isinstance(plan, list) else [plan])
+    waiting = [job for job in jobs if not (args.results / job["name"]).exists()]
+    print(f"{len(jobs)} jobs, {len(jobs) - len(waiting)} of which have a result already", flush=True)
+    if args.dry_run:
+        for job in waiting:
+            print(shlex.join(["python", f"leanrl/{job['script']}.py", *job["flags"]]))
+        return
+    running, failures = [], 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < args.jobs:
+                job = waiting.pop(0)
+                print(f"{job['name']}: started", flush=True)
+                running.append((job, start(job, args)))
+            time.sleep(0.2)
+            for job, process in [pair for pair in running if pair[1].poll() is not None]:
+                running.remove((job, process))
+                if reason := finish(job, process.returncode, args):
+                    failures += 1
+                    print(f"{job['name']}: failed, {reason}", file=sys.stderr, flush=True)
+    finally:
+        for _, process in running:
+            stop(process)
+    if failures:
+        sys.exit(1)
+
+
+def main(args: RunArgs | CollectArgs) -> None:
+    terminate_like_interrupt()
+    (run_all if isinstance(args, RunArgs) else collect_all)(args)
+
+
+if __name__ == "__main__":
+    run_command = Annotated[RunArgs, tyro.conf.subcommand("run")]
+    collect_command = Annotated[CollectArgs, tyro.conf.subcommand("collect")]
+    try:
+        main(tyro.cli(run_command | collect_command, description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

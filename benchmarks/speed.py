@@ -1,0 +1,519 @@
+"""Measures environment steps per second of the scripts' variants, and how long their warm-up takes.
+
+    python benchmarks/speed.py                                  every script, every variant that the machine can run
+    python benchmarks/speed.py --scripts sac --variants eager compile --repeats 3
+    python benchmarks/speed.py --warmup                         warm-up with cold and with warm compile caches
+
+Each measurement is a fresh process of a script. The arms (script × variant) take turns, so that a machine that slows
+down slows them all; the ratio to eager is taken within each turn, and its median is reported. `eager` is X.py, the
+other variants are X_torchcompile.py: `none` without flags, `compile`, `cudagraphs` and `compile+cudagraphs` with them.
+
+On a CPU, SAC and TD3 are also compared with what the arithmetic allows: just before each of their runs, a short process
+measures the machine's float32 matrix rate (256×256×256, in place, on as many threads). Their share of the arithmetic
+limit is fps × (floating-point operations a step) / rate.
+
+The result is a JSON file, written anew after each run, so that a benchmark that is stopped keeps what it has measured.
+Nothing else should run on the machine meanwhile; its load before each run is recorded.
+"""
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "leanrl"
+RESULTS = ROOT / "benchmarks" / "results"
+
+Variant = Literal["eager", "none", "compile", "cudagraphs", "compile+cudagraphs"]
+FLAGS = {
+    "none": [],
+    "compile": ["--compile"],
+    "cudagraphs": ["--cudagraphs"],
+    "compile+cudagraphs": ["--compile", "--cudagraphs"],
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How long a script runs to be measured, and what its arithmetic is."""
+
+    learning_starts: int
+    """environment steps before the first update"""
+    cpu: int
+    """environment steps with learning, on a CPU"""
+    cuda: int
+    """the same on CUDA, for the variants without captured graphs"""
+    captured: int
+    """the same on CUDA, for the variants with them"""
+    flop_per_step: float | None = None
+    """floating-point operations an environment step costs at the default settings; None: not compared with the limit"""
+
+    def steps(self, variant: str, device: str) -> int:
+        return self.cpu if device == "cpu" else self.captured if "cudagraphs" in variant else self.cuda
+
+
+WORKLOADS = {
+    "sac_continuous_action": Workload(1_000, cpu=1_000, cuda=5_000, captured=20_000, flop_per_step=0.617e9),
+    "td3_continuous_action": Workload(1_000, cpu=2_000, cuda=8_000, captured=40_000, flop_per_step=0.41e9),
+    "dqn": Workload(1_000, cpu=100_000, cuda=40_000, captured=150_000),
+}
+WARMUP_WORKLOAD = ["--learning-starts", "300", "--total-timesteps", "500"]
+
+# Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
+PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(),
+                  "gpu": torch.cuda.get_device_name(0) if cuda else None}))
+"""
+MATRIX_RATE = """
+import json, statistics, time, torch
+a, b, out = (torch.randn(256, 256) for _ in range(3))
+seconds, end = [], time.perf_counter() + 1.5
+while time.perf_counter() < end or len(seconds) < 100:
+    started = time.perf_counter()
+    torch.mm(a, b, out=out)
+    seconds.append(time.perf_counter() - started)
+rest = seconds[len(seconds) // 5:]  # the first fifth wakes the machine up
+print(json.dumps({"flop_per_second": round(2 * 256**3 / statistics.median(rest)), "threads": torch.get_num_threads()}))
+"""
+
+
+@dataclass
+class Args:
+    scripts: tuple[str, ...] = ("sac", "td3", "dqn")
+    """scripts to measure: names in leanrl/ without `_torchcompile` and `.py`, or the beginnings of such names"""
+    variants: tuple[Variant, ...] = ()
+    """variants to measure; by default all that the device can run"""
+    repeats: int = 5
+    """runs of each arm"""
+    env_id: str | None = None
+    """Gymnasium id of the environment; each script's own default if not given"""
+    num_envs: int = 1
+    """number of environments stepped side by side"""
+    steps: int | None = None
+    """environment steps with learning in each run; by default chosen by script, so that a run takes 10 to 20 s"""
+    learning_starts: int | None = None
+    """environment steps before learning starts in each run; by default chosen by script"""
+    flags: str = ""
+    """more flags for the scripts, as one string: --flags="--batch-size 128" """
+    cuda: bool = True
+    """measure on CUDA where there is a device, else on the CPU"""
+    warmup: bool = False
+    """measure the warm-up instead: each variant once with an empty compile cache, then twice with the cache it made"""
+    timeout: float = 900.0
+    """seconds after which a run is stopped and counts as failed"""
+    output: Path | None = None
+    """result file; by default benchmarks/results/speed_DEVICE_DATE.json, or warmup_… with --warmup"""
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    sys.exit(print(f"error: {message}", file=sys.stderr) or 2)
+
+
+# ---- Processes ----
+def stop(process: subprocess.Popen) -> None:
+    """Ends a process that has a group of its own, and all that it started."""
+    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
+def run_process(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None):
+    """Runs a command to its end; returns (exit status, None after `timeout` seconds), stdout and stderr.
+
+    Whatever interrupts this call, Ctrl-C included, ends the command and its children.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=max(timeout, 0))
+        return process.returncode, out, err
+    except subprocess.TimeoutExpired:
+        stop(process)
+        out, err = process.communicate()
+        return None, out, err
+    finally:
+        stop(process)
+
+
+def terminate_like_interrupt() -> None:
+    """Makes SIGTERM end this program in the orderly way that ends its children."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def scrub(text: str) -> str:
+    """`text` without the folders of this machine."""
+    for path, name in ((ROOT, "."), (tempfile.gettempdir(), "TMP"), (sys.prefix, "PYTHON"), (Path.home(), "~")):
+        if len(str(path)) > 1:
+            text = text.replace(str(path), name)
+    return text
+
+
+def ask(program: str, environment: dict[str, str] | None = None) -> dict:
+    """What a short Python program prints as JSON."""
+    code, out, err = run_process([sys.executable, "-c", program], 120, environment)
+    if code != 0:
+        raise RuntimeError(scrub((err.strip().splitlines() or ["no output"])[-1]))
+    return json.loads(out)
+
+
+# ---- One run ----
+def run_script(name: str, flags: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> dict:
+    """Runs leanrl/`name`.py once; what came of it, with `status` finished or failed and the script's summary."""
+    record = {
+        "command": shlex.join(["python", f"leanrl/{name}.py", *flags]),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        command = [sys.executable, str(SCRIPTS / f"{name}.py"), *flags, "--output-dir", folder]
+        code, out, err = run_process(command, timeout, environment)
+        record["process_seconds"] = round(time.perf_counter() - started, 2)
+        summaries = list(Path(folder).glob("*/summary.json"))
+        summary = json.loads(summaries[0].read_text()) if len(summaries) == 1 else None
+        record["ended"] = round(summaries[0].stat().st_mtime, 2) if summary else round(time.time(), 2)
+    if buffer := re.search("^replay buffer: (.+)$", out, re.MULTILINE):
+        record["replay_buffer"] = buffer[1]
+    if code == 0 and summary and summary["status"] == "finished":
+        return record | {"status": "finished", "summary": summary}
+    lines = err.strip().splitlines() or ["no message"]
+    reason = f"stopped after {timeout:.0f} s" if code is None else f"exit status {code}: {scrub(lines[-1])}"
+    return record | {"status": "failed", "reason": reason, "summary": summary}
+
+
+def script_of(script: str, variant: str) -> str:
+    return script if variant == "eager" else f"{script}_torchcompile"
+
+
+def is_comparable(args: Args, script: str) -> bool:
+    """Whether a step costs what `WORKLOADS` says: the script's default environment and settings."""
+    return bool(WORKLOADS[script].flop_per_step) and args.env_id in (None, "HalfCheetah-v4") and not args.flags
+
+
+def measure(args: Args, device: str, script: str, variant: str, repeat: int, timeout: float) -> dict:
+    """One run of an arm, on a CPU with the matrix rate just before it."""
+    workload = WORKLOADS[script]
+    learning_starts = workload.learning_starts if args.learning_starts is None else args.learning_starts
+    steps = args.steps or workload.steps(variant, device)
+    flags = [*FLAGS.get(variant, []), "--seed", str(repeat), "--num-envs", str(args.num_envs)]
+    flags += ["--learning-starts", str(learning_starts), "--total-timesteps", str(learning_starts + steps)]
+    flags += ["--env-id", args.env_id] if args.env_id else []
+    flags += ["--no-cuda"] if device == "cpu" else []
+    flags += shlex.split(args.flags)
+    record = {"script": script, "variant": variant, "repeat": repeat}
+    if device == "cpu" and is_comparable(args, script):
+        record["matrix_rate"] = ask(MATRIX_RATE)
+    record |= run_script(script_of(script, variant), flags, timeout)
+    if "matrix_rate" in record and record["status"] == "finished":
+        share = record["summary"]["fps"] * workload.flop_per_step / record["matrix_rate"]["flop_per_second"]
+        record["share_of_arithmetic_limit"] = round(share, 4)
+    return record
+
+
+# ---- Medians ----
+def finished(runs: Sequence[dict], **what) -> list[dict]:
+    return [run for run in runs if run["status"] == "finished" and all(run[key] == what[key] for key in what)]
+
+
+def median(values: Sequence[float | None], digits: int | None = 4) -> float | None:
+    values = [value for value in values if value is not None]
+    return round(statistics.median(values), digits) if values else None
+
+
+def arms_of(runs: Sequence[dict]) -> list[tuple[str, str]]:
+    """The (script, variant) that were run, each script's variants together and in the usual order."""
+    scripts, variants = list(dict.fromkeys(run["script"] for run in runs)), ["eager", *FLAGS]
+    arms = {(run["script"], run["variant"]) for run in runs}
+    return sorted(arms, key=lambda arm: (scripts.index(arm[0]), variants.index(arm[1])))
+
+
+def failures_of(runs: Sequence[dict], script: str, variant: str) -> list[dict]:
+    return [run for run in runs if (run["script"], run["variant"], run["status"]) == (script, variant, "failed")]
+
+
+def summarise(runs: Sequence[dict]) -> list[dict]:
+    """One line an arm: the medians over its finished runs, and its speed-up over eager.
+
+    `times_eager` is the median of the ratios taken repeat by repeat, `times_eager_of_medians` the ratio of medians.
+    """
+    lines = []
+    for script, variant in arms_of(runs):
+        own = finished(runs, script=script, variant=variant)
+        eager = {run["repeat"]: run["summary"]["fps"] for run in finished(runs, script=script, variant="eager")}
+        eager_fps = [value for value in eager.values() if value]
+        fps = [run["summary"]["fps"] for run in own if run["summary"]["fps"]]
+        pairs = [(run["summary"]["fps"], eager.get(run["repeat"])) for run in own]
+        ratios = [mine / other for mine, other in pairs if mine and other]
+        failures = failures_of(runs, script, variant)
+        line = {"script": script, "variant": variant, "runs": len(own), "failed": len(failures)}
+        line["reason"] = failures[-1]["reason"] if failures else None
+        line["env_id"] = own[0]["summary"]["env_id"] if own else None
+        line |= {"fps": median(fps, 2), "fps_min": min(fps, default=None), "fps_max": max(fps, default=None)}
+        line["times_eager"] = median(ratios)
+        both = [statistics.median(fps), statistics.median(eager_fps)] if fps and eager_fps else None
+        line["times_eager_of_medians"] = round(both[0] / both[1], 4) if both else None
+        line["share_of_arithmetic_limit"] = median([run.get("share_of_arithmetic_limit") for run in own])
+        for key, digits in (("warmup_seconds", 3), ("wall_seconds", 3), ("peak_memory_bytes", None), ("threads", None)):
+            line[key] = median([run["summary"][key] for run in own], digits)
+        line["replay_buffer"] = own[0].get("replay_buffer") if own else None
+        lines.append(line)
+    return lines
+
+
+def summarise_warmup(runs: Sequence[dict]) -> list[dict]:
+    """One line an arm: seconds of warm-up, and of the whole short process, with a cold and with a warm cache."""
+    lines = []
+    for script, variant in arms_of(runs):
+        line = {"script": script, "variant": variant}
+        for cache in ("cold", "warm"):
+            own = finished(runs, script=script, variant=variant, cache=cache)
+            line[cache] = median([run["summary"]["warmup_seconds"] for run in own], 3)
+            line[f"{cache}_process"] = median([run["process_seconds"] for run in own], 3)
+        failures = failures_of(runs, script, variant)
+        lines.append(line | {"reason": failures[-1]["reason"] if failures else None})
+    return lines
+
+
+def show(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of cells in columns, the first two to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def print_result(result: dict) -> None:
+    if result["kind"] == "warmup":
+        rows = [["script", "variant", "cold s", "warm s", "whole process cold s", "warm s"]]
+        rows += [
+            [line["script"], line["variant"]]
+            + [show(line[key], 1) for key in ("cold", "warm", "cold_process", "warm_process")]
+            for line in result["medians"]
+        ]
+    else:
+        rows = [["script", "variant", "runs", "steps/s", "least", "most", "× eager", "of limit", "warm-up s", "MB"]]
+        for line in result["medians"]:
+            share, memory = line["share_of_arithmetic_limit"], line["peak_memory_bytes"]
+            rows.append([line["script"], line["variant"], str(line["runs"])])
+            rows[-1] += [show(line[key], 1) for key in ("fps", "fps_min", "fps_max")] + [show(line["times_eager"])]
+            rows[-1] += ["-" if share is None else f"{share:.0%}", show(line["warmup_seconds"], 1)]
+            rows[-1] += [show(memory and memory / 1e6, 0)]
+    print_table(rows)
+    for line in result["medians"]:
+        if line["reason"]:
+            print(f"{line['script']} {line['variant']} failed: {line['reason']}")
+
+
+# ---- The result file ----
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def hardware(probe: dict) -> dict:
+    """What the machine is, with no name that identifies it."""
+    names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    about = {"cpu": (*names, platform.machine())[0], "cores": usable, "torch_threads": probe["threads"]}
+    return about | {"gpu": probe["gpu"], "system": f"{platform.system()} {platform.machine()}"}
+
+
+def new_result(kind: str, args: object, probe: dict, device: str) -> dict:
+    """A result with nothing measured yet."""
+    command = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
+    command += [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    settings = {key: value for key, value in vars(args).items() if key != "output"}
+    result = {"kind": kind, "command": shlex.join(command), "started": now(), "ended": None, "device": device}
+    result |= {"hardware": hardware(probe), "versions": {"python": platform.python_version(), "torch": probe["torch"]}}
+    return result | {"settings": settings, "medians": [], "runs": []}
+
+
+def write(result: dict, path: Path) -> None:
+    """Writes the result with its medians; the file is at every moment a whole one."""
+    result["medians"] = (summarise_warmup if result["kind"] == "warmup" else summarise)(result["runs"])
+    for run in finished(result["runs"]):
+        result["versions"] |= run["summary"]["versions"]
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    part.replace(path)
+
+
+def result_path(kind: str, device: str, probe: dict, folder: Path = RESULTS) -> Path:
+    """A name in `folder` that is not in use yet: KIND_DEVICE_DATE.json."""
+    name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", probe["gpu"].lower()).strip("-")
+    stem = f"{kind}_{name}_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    path, count = folder / f"{stem}.json", 1
+    while path.exists():
+        count += 1
+        path = folder / f"{stem}-{count}.json"
+    return path
+
+
+# ---- Benchmarks ----
+def measure_all(
+    args: Args,
+    plan: Sequence[tuple[str, str, int]],
+    result: dict,
+    output: Path,
+    deadline: float = math.inf,
+    after_each: Callable[[], None] = lambda: None,
+) -> None:
+    """Measures each (script, variant, repeat) of `plan` in turn into `result["runs"]`.
+
+    An arm that has failed is not run again. A run is not begun unless it can be expected to end before `deadline`, on
+    the clock of `time.perf_counter`, and is stopped when that comes.
+    """
+    for script, variant, repeat in plan:
+        left = deadline - time.perf_counter()
+        before = [run["process_seconds"] for run in finished(result["runs"], script=script, variant=variant)]
+        if failures_of(result["runs"], script, variant) or left < max(before, default=20) + 5:
+            continue
+        print(f"{script} {variant}, run {repeat}: ", end="", flush=True)
+        try:
+            record = measure(args, result["device"], script, variant, repeat, min(args.timeout, left))
+        except RuntimeError as error:  # the matrix rate could not be measured
+            record = {"script": script, "variant": variant, "repeat": repeat, "status": "failed", "reason": str(error)}
+        result["runs"].append(record)
+        write(result, output)
+        if record["status"] == "finished":
+            share = record.get("share_of_arithmetic_limit")
+            limit = "" if share is None else f", {share:.0%} of the arithmetic limit"
+            print(f"{show(record['summary']['fps'], 1)} steps/s{limit} ({record['process_seconds']:.0f} s)", flush=True)
+        else:
+            print(f"failed: {record['reason']}", flush=True)
+        after_each()
+
+
+def warm_up_all(
+    arms: Sequence[tuple[str, str]],
+    flags: Sequence[str],
+    result: dict,
+    output: Path,
+    timeout: float = 900.0,
+    deadline: float = math.inf,
+) -> None:
+    """Runs each (script, variant) of `arms` once with an empty compile cache and twice with that cache."""
+    for script, variant in arms:
+        with tempfile.TemporaryDirectory() as folder:
+            # Triton keeps its cache inside Inductor's, unless it is told otherwise
+            environment = {key: value for key, value in os.environ.items() if key != "TRITON_CACHE_DIR"}
+            environment["TORCHINDUCTOR_CACHE_DIR"] = folder
+            for repeat, cache in enumerate(("cold", "warm", "warm"), 1):
+                left = deadline - time.perf_counter()
+                if left < 30:
+                    return
+                print(f"{script} {variant}, {cache}: ", end="", flush=True)
+                record = {"script": script, "variant": variant, "repeat": repeat, "cache": cache}
+                all_flags = [*FLAGS[variant], *WARMUP_WORKLOAD, *flags]
+                record |= run_script(script_of(script, variant), all_flags, min(timeout, left), environment)
+                result["runs"].append(record)
+                write(result, output)
+                if record["status"] == "failed":
+                    print(f"failed: {record['reason']}", flush=True)
+                    break
+                warmup, whole = record["summary"]["warmup_seconds"], record["process_seconds"]
+                print(f"{warmup:.1f} s of warm-up, {whole:.1f} s in all", flush=True)
+
+
+def find_scripts(names: Sequence[str]) -> list[str]:
+    """Full names of the scripts that `names` begin."""
+    found = []
+    for name in names:
+        short = name.removesuffix(".py").removesuffix("_torchcompile")
+        matches = [short] if short in WORKLOADS else [known for known in WORKLOADS if known.startswith(short)]
+        if len(matches) != 1:
+            fail(f"--scripts {name}: must be one of {', '.join(WORKLOADS)}, or the beginning of just one")
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def check_args(args: Args, device: str) -> None:
+    for name in ("repeats", "num_envs", "steps", "timeout"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    if args.learning_starts is not None and args.learning_starts < 0:
+        fail(f"--learning-starts {args.learning_starts}: must be at least 0")
+    if device == "cpu" and any("cudagraphs" in variant for variant in args.variants):
+        fail("--variants: cudagraphs needs a CUDA device and --cuda")
+    if args.output is not None and (args.output.is_dir() or not args.output.resolve().parent.is_dir()):
+        fail(f"--output {args.output}: must be a file in a folder that exists")
+
+
+@contextlib.contextmanager
+def until_stopped(result: dict, output: Path) -> Iterator[None]:
+    """Prints the table at the end, also of a benchmark that is stopped."""
+    try:
+        yield
+        result["ended"] = now()
+    finally:
+        if result["runs"]:
+            write(result, output)
+            print()
+            print_result(result)
+            print(f"{'all' if result['ended'] else 'stopped; the runs so far'}: {scrub(str(output))}", flush=True)
+
+
+def main(args: Args) -> None:
+    terminate_like_interrupt()
+    scripts, probe = find_scripts(args.scripts), ask(PROBE)
+    device = "cuda" if args.cuda and probe["gpu"] else "cpu"
+    check_args(args, device)
+    kind = "warmup" if args.warmup else "speed"
+    if args.output is None:
+        RESULTS.mkdir(exist_ok=True)
+    output = args.output or result_path(kind, device, probe)
+    result = new_result(kind, args, probe, device)
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"note: the machine is not quiet (load {load:.1f}), which falsifies every figure", file=sys.stderr)
+    possible = ["eager", "none", "compile"] + (["cudagraphs", "compile+cudagraphs"] if device == "cuda" else [])
+    variants = list(dict.fromkeys(args.variants)) or possible
+    with until_stopped(result, output):
+        if args.warmup:
+            arms = [(script, variant) for script in scripts for variant in variants if variant not in ("eager", "none")]
+            flags = ["--env-id", args.env_id] if args.env_id else []
+            flags += ["--num-envs", str(args.num_envs), *(["--no-cuda"] if device == "cpu" else [])]
+            warm_up_all(arms, [*flags, *shlex.split(args.flags)], result, output, args.timeout)
+        else:
+            plan = [(s, v, r) for r in range(1, args.repeats + 1) for s in scripts for v in variants]
+            measure_all(args, plan, result, output)
+    if any(run["status"] == "failed" for run in result["runs"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

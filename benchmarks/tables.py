@@ -1,0 +1,244 @@
+"""Writes the README's tables from the result files, so that no published figure is typed by hand.
+
+    python benchmarks/tables.py                    renews the tables
+    python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
+    python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
+
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is speed, warmup or learning. Speed and
+warm-up come from the newest file in benchmarks/results/ of each machine, learning from all in its folder learning/.
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from speed import RESULTS, ROOT, fail, show, summarise, summarise_warmup
+
+MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
+SMOOTHING = 20  # episodes in a point of a learning curve
+
+
+@dataclass
+class Args:
+    check: bool = False
+    """change nothing; exit status 1 if the tables are not what the result files say"""
+    plot: Path | None = None
+    """PNG file for the learning curves; needs matplotlib"""
+    readme: Path = ROOT / "README.md"
+    """file that holds the tables"""
+    results: Path = RESULTS
+    """folder of the result files"""
+
+
+# ---- Reading results ----
+def load(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        fail(f"{path}: not a JSON file ({error})")
+
+
+def machine(result: dict) -> str:
+    """The hardware of a speed or warm-up result, in words."""
+    about = result["hardware"]
+    host = f"{about['cpu']}, {about['cores']} cores"
+    return f"{about['gpu']} ({host})" if result["device"] == "cuda" else f"{host}, {threads(about['torch_threads'])}"
+
+
+def newest(results: Path, kind: str) -> list[tuple[Path, dict]]:
+    """The newest result of a kind for each machine, CPUs first."""
+    found = {}
+    loaded = [(path, load(path)) for path in sorted(results.glob(f"{kind}_*.json"))]
+    for path, result in sorted(loaded, key=lambda pair: pair[1]["started"]):
+        if result["runs"]:
+            found[machine(result)] = (path, result)
+    return sorted(found.values(), key=lambda pair: (pair[1]["device"] != "cpu", machine(pair[1])))
+
+
+def learning_results(results: Path) -> dict[tuple, list[dict]]:
+    """The learning results by environment, script, variant and steps; in each group one a seed."""
+    groups = {}
+    for path in sorted((results / "learning").glob("*.json")):
+        result = load(path)
+        arguments = result["arguments"]
+        key = (arguments["env_id"], result["script"], result["variant"], arguments["total_timesteps"])
+        groups.setdefault(key, []).append(result)
+    return {key: sorted(groups[key], key=lambda r: r["arguments"]["seed"]) for key in sorted(groups)}
+
+
+# ---- Tables ----
+def threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table whose first `left` columns are aligned to the left."""
+    lines = [header, ["---" if i < left else "--:" for i in range(len(header))], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def footer(path: Path, results: Path, result: dict) -> str:
+    date = result["started"][:10]
+    stopped = "" if result["ended"] else " It was stopped before its end."
+    versions = f"torch {result['versions']['torch']}, Python {result['versions']['python']}"
+    name = path.relative_to(results.parent.parent).as_posix()
+    return f"From [`{path.name}`]({name}): {machine(result)}; {versions}; {date}; `{result['command']}`.{stopped}"
+
+
+def speed_table(results: Path) -> str:
+    parts = []
+    for path, result in newest(results, "speed"):
+        lines = summarise(result["runs"])
+        has_share = any(line["share_of_arithmetic_limit"] for line in lines)
+        header = ["script", "variant", "environment", "steps/s", "range", "× eager", "warm-up, s", "memory, MB"]
+        rows = []
+        for line in lines:
+            row = [f"`{line['script']}`", line["variant"]]
+            if not line["runs"]:
+                row += ["", "failed", *[""] * 4]
+            else:
+                low, high = (show(line[key], 0) for key in ("fps_min", "fps_max"))
+                row += [line["env_id"], show(line["fps"], 0), f"{low}–{high}", show(line["times_eager"])]
+                row += [show(line["warmup_seconds"], 1), show(line["peak_memory_bytes"] / 1e6, 0)]
+            share = line["share_of_arithmetic_limit"]
+            rows.append(row + ([f"{share:.0%}" if share else ""] if has_share else []))
+        table = markdown(header + (["of the arithmetic limit"] if has_share else []), rows, 3)
+        counts = sorted({line["runs"] for line in lines if line["runs"]}) or [0]
+        runs = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        note = f"Medians of {runs} runs; × eager is the median of the ratios taken turn by turn."
+        where = "peak GPU memory" if result["device"] == "cuda" else "peak memory of the process"
+        parts.append(f"{table}\n\n{note} Memory is the {where}. {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py` makes them."
+
+
+def warmup_table(results: Path) -> str:
+    parts = []
+    for path, result in newest(results, "warmup"):
+        header = ["script", "variant", "cold, s", "warm, s", "whole short run cold, s", "warm, s"]
+        keys = ("cold", "warm", "cold_process", "warm_process")
+        lines = summarise_warmup(result["runs"])
+        rows = [[f"`{line['script']}`", line["variant"], *(show(line[key], 1) for key in keys)] for line in lines]
+        parts.append(f"{markdown(header, rows, 2)}\n\n{footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py --warmup` makes them."
+
+
+def mean_and_deviation(values: Sequence[float | None]) -> str:
+    """Mean ± sample standard deviation."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return "-"
+    digits = 0 if max(map(abs, values)) >= 1000 else 1
+    deviation = f" ± {show(statistics.stdev(values), digits)}" if len(values) > 1 else ""
+    return show(statistics.fmean(values), digits) + deviation
+
+
+def learning_table(results: Path) -> str:
+    groups = learning_results(results)
+    if not groups:
+        return "No results yet: `python benchmarks/learning.py run` makes them."
+    header = ["environment", "script", "variant", "steps", "seeds", "return, last 100 episodes", "last 20", "episodes"]
+    rows, machines, versions = [], set(), set()
+    for (env_id, script, variant, steps), group in groups.items():
+        counts = sorted(len(result["episodes"].get("return", [])) for result in group)
+        row = [env_id, f"`{script}`", variant, f"{steps:,}", ", ".join(str(r["arguments"]["seed"]) for r in group)]
+        row += [mean_and_deviation([r[key] for r in group]) for key in ("return_last_100", "return_last_20")]
+        rows.append([*row, f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"])
+        machines |= {f"{r['device_name']}, {threads(r['threads'])}" for r in group}
+        versions |= {f"torch {r['versions']['torch']}, Python {r['versions']['python']}" for r in group}
+    table = markdown(header, rows, 3)
+    count = sum(map(len, groups.values()))
+    folder = f"{results.relative_to(results.parent.parent).as_posix()}/learning"
+    note = "Mean ± standard deviation over the seeds of the mean return of the last training episodes of a run."
+    source = f"From the {count} files in [`{folder}/`]({folder}), named ENVIRONMENT\\_\\_SCRIPT\\_\\_VARIANT\\_\\_STEPS"
+    return (
+        f"{table}\n\n{note} {source}\\_\\_seedSEED.json: {'; '.join(sorted(machines))}; {'; '.join(sorted(versions))}."
+    )
+
+
+TABLES = {"speed": speed_table, "warmup": warmup_table, "learning": learning_table}
+
+
+def fill(text: str, results: Path) -> str:
+    """`text` with each table renewed; raises ValueError for an unknown name or a marker without its partner."""
+    parts, end, opened = [], 0, None
+    for marker in MARKERS.finditer(text):
+        closes, name = marker[1] == "/", marker[2]
+        if name not in TABLES:
+            raise ValueError(f"{marker[0]}: there is no such table; the tables are {', '.join(TABLES)}")
+        if closes != (opened is not None) or (closes and opened != name):
+            raise ValueError(f"{marker[0]}: stands without its partner")
+        parts += [f"\n{TABLES[name](results)}\n"] if closes else [text[end : marker.start()]]
+        parts.append(marker[0])
+        opened, end = (None if closes else name), marker.end()
+    if opened:
+        raise ValueError(f"<!-- table:{opened} -->: is not closed")
+    return "".join([*parts, text[end:]])
+
+
+# ---- Learning curves ----
+def smooth(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and the up to `width - 1` values before it."""
+    return [statistics.fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def plot(results: Path, output: Path) -> None:
+    """Draws return against steps: a panel an environment, a colour a script, a line a seed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fail("--plot: needs matplotlib (pip install matplotlib)")
+    groups = learning_results(results)
+    if not groups:
+        fail(f"--plot: there are no results in {results / 'learning'}")
+    environments = sorted({key[0] for key in groups})
+    kinds = sorted({key[1:3] for key in groups})
+    colours = dict(zip(kinds, ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"] * len(kinds)))
+    figure = Figure(figsize=(4.6 * len(environments), 3.6), layout="constrained")
+    for axes, environment in zip(figure.subplots(1, len(environments), squeeze=False)[0], environments):
+        labelled = set()
+        for (env_id, *kind, _), group in groups.items():
+            if env_id != environment:
+                continue
+            for result in group:
+                episodes = result["episodes"]
+                rows = zip(episodes.get("global_step", []), episodes.get("return", []))
+                rows = [(step / 1000, value) for step, value in rows if value is not None]
+                label = f"{kind[0]}, {kind[1]}" if tuple(kind) not in labelled else None
+                labelled.add(tuple(kind))
+                smoothed = smooth([value for _, value in rows], SMOOTHING)
+                colour = colours[tuple(kind)]
+                axes.plot([step for step, _ in rows], smoothed, color=colour, linewidth=1.2, alpha=0.85, label=label)
+        axes.set_title(environment, loc="left")
+        axes.set_xlabel("environment steps (thousands)")
+        axes.set_ylabel(f"return (mean of {SMOOTHING} training episodes)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.margins(x=0.01)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(output, dpi=150, metadata={"Software": None})
+    print(f"learning curves, one line a seed: {output}")
+
+
+def main(args: Args) -> None:
+    try:
+        old = args.readme.read_text()
+        new = fill(old, args.results.resolve())
+    except (OSError, ValueError) as error:
+        fail(f"{args.readme.name}: {error}")
+    if args.plot:
+        plot(args.results, args.plot)
+    if args.check and new != old:
+        sys.exit(f"{args.readme.name}: its tables are not what the result files say; run python benchmarks/tables.py")
+    if not args.check and new != old:
+        args.readme.write_text(new)
+    print(f"{args.readme.name}: {'the tables are up to date' if new == old else 'the tables are renewed'}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,390 @@
+"""The programs in benchmarks/: medians, tables and collected results, from made-up runs; nothing here trains."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import learning  # noqa: E402
+import speed  # noqa: E402
+import tables  # noqa: E402
+
+VERSIONS = {"python": "3.12.1", "torch": "2.13.0"}
+PROBE = {"torch": "2.13.0", "threads": 2, "gpu": None}
+
+# Stands in for dqn.py and dqn_torchcompile.py: writes a summary at once. The compiled one fails with --num-envs 3,
+# waits with --num-envs 4, and knows by its cache folder whether it was run before.
+SCRIPT = """
+import json, os, pathlib, sys, time
+flags = dict(zip(sys.argv[1:], sys.argv[2:]))
+compiled = "torchcompile" in sys.argv[0]
+if compiled and flags["--num-envs"] == "3":
+    print("note", file=sys.stderr)
+    sys.exit(print("error: --num-envs 3: no", file=sys.stderr) or 2)
+folder = pathlib.Path(flags["--output-dir"], "run")
+if flags["--num-envs"] == "4":
+    pathlib.Path(os.environ["PID_FILE"]).write_text(str(os.getpid()))
+    time.sleep(60)
+folder.mkdir()
+cache = pathlib.Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", flags["--output-dir"]), "graph")
+warmup = 1.0 if cache.exists() else 9.0
+cache.write_text("")
+print("replay buffer: 1.5 MB of host memory")
+summary = {"status": "finished", "fps": (40.0 if compiled else 10.0) * int(flags["--seed"]) if "--seed" in flags else 1,
+           "warmup_seconds": warmup, "wall_seconds": 2.0, "peak_memory_bytes": 1000, "threads": 1,
+           "env_id": "CartPole-v1", "versions": {"mujoco": None}}
+(folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+def made_up_run(script: str, variant: str, repeat: int, fps: float | None, **more) -> dict:
+    run = {"script": script, "variant": variant, "repeat": repeat, "process_seconds": 10.0}
+    if fps is None:
+        return run | {"status": "failed", "reason": "exit status 2: error: no", "summary": None}
+    summary = {"fps": fps, "warmup_seconds": 4.0, "wall_seconds": 9.0, "peak_memory_bytes": 5 * 10**8, "threads": 2}
+    summary |= {"env_id": "HalfCheetah-v4", "versions": VERSIONS}
+    return run | {"status": "finished", "summary": summary} | more
+
+
+def made_up_result(kind: str, runs: list[dict], started: str = "2026-01-02T03:04:05+00:00", **hardware) -> dict:
+    about = {"cpu": "A Processor", "cores": 2, "torch_threads": 2, "gpu": None} | hardware
+    result = {"kind": kind, "command": f"python benchmarks/speed.py # {kind}", "started": started, "ended": started}
+    device = "cuda" if about["gpu"] else "cpu"
+    return result | {"device": device, "hardware": about, "versions": VERSIONS, "runs": runs}
+
+
+RUNS = [
+    # Two compiled runs fell together with slow eager ones, so that the two kinds of ratio differ
+    *(made_up_run("sac_continuous_action", "eager", i, fps) for i, fps in enumerate((50, 100, 80), 1)),
+    *(
+        made_up_run("sac_continuous_action", "compile", i, fps, share_of_arithmetic_limit=share)
+        for i, fps, share in ((1, 150, 0.5), (2, 160, 0.6), (3, 240, 0.9))
+    ),
+    made_up_run("dqn", "eager", 1, None),
+]
+
+
+@pytest.fixture
+def results(tmp_path):
+    folder = tmp_path / "benchmarks" / "results"
+    (folder / "learning").mkdir(parents=True)
+    (folder / "speed_cpu_2026-01-02.json").write_text(json.dumps(made_up_result("speed", RUNS)))
+    return folder
+
+
+@pytest.fixture
+def readme(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("# Title\n\n<!-- table:speed -->\nold\n<!-- /table:speed -->\n\nText that stays.\n")
+    return path
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Puts the stand-in script in the place of leanrl/dqn*.py."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in ("dqn", "dqn_torchcompile"):
+        (folder / f"{name}.py").write_text(SCRIPT)
+    monkeypatch.setattr(speed, "SCRIPTS", folder)
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
+    return folder
+
+
+# ---- speed.py ----
+def test_medians_and_ratios():
+    lines = {(line["script"], line["variant"]): line for line in speed.summarise(RUNS)}
+    eager, compiled = (lines["sac_continuous_action", variant] for variant in ("eager", "compile"))
+    assert (eager["fps"], eager["fps_min"], eager["fps_max"], eager["times_eager"]) == (80, 50, 100, 1)
+    assert compiled["fps"] == 160
+    assert compiled["times_eager"] == 3.0  # the median of 3, 1.6 and 3
+    assert compiled["times_eager_of_medians"] == 2.0
+    assert compiled["share_of_arithmetic_limit"] == 0.6 and eager["share_of_arithmetic_limit"] is None
+    failed = lines["dqn", "eager"]
+    assert (failed["runs"], failed["failed"], failed["fps"]) == (0, 1, None)
+    assert failed["reason"] == "exit status 2: error: no"
+
+
+def test_ratio_leaves_out_repeats_without_a_partner():
+    runs = [
+        made_up_run("dqn", "eager", 1, 10),
+        made_up_run("dqn", "compile", 1, 40),
+        made_up_run("dqn", "compile", 2, 9),
+    ]
+    assert speed.summarise(runs)[1]["times_eager"] == 4.0
+    assert speed.summarise(runs[1:])[0]["times_eager"] is None
+
+
+def test_arms_take_turns_and_every_run_is_kept(stand_in, tmp_path):
+    output = tmp_path / "speed.json"
+    result = speed.new_result("speed", speed.Args(), PROBE, "cpu")
+    plan = [("dqn", variant, repeat) for repeat in (1, 2) for variant in ("eager", "compile")]
+    seen = []
+    after_each = lambda: seen.append(len(json.loads(output.read_text())["runs"]))  # noqa: E731
+    speed.measure_all(speed.Args(steps=5), plan, result, output, after_each=after_each)
+    assert seen == [1, 2, 3, 4]
+    written = json.loads(output.read_text())
+    assert [(run["variant"], run["repeat"]) for run in written["runs"]] == [arm[1:] for arm in plan]
+    assert written["runs"][0]["replay_buffer"] == "1.5 MB of host memory"
+    assert written["runs"][1]["command"].startswith(
+        "python leanrl/dqn_torchcompile.py --compile --seed 1 --num-envs 1 "
+    )
+    assert [line["fps"] for line in written["medians"]] == [15, 60]
+    assert "mujoco" in written["versions"]
+    assert str(ROOT) not in output.read_text() and str(tmp_path) not in output.read_text()
+
+
+def test_a_failed_arm_is_reported_and_the_others_go_on(stand_in, tmp_path, capsys):
+    output = tmp_path / "speed.json"
+    result = speed.new_result("speed", speed.Args(), PROBE, "cpu")
+    plan = [("dqn", variant, repeat) for repeat in (1, 2) for variant in ("compile", "eager")]
+    speed.measure_all(speed.Args(steps=5, num_envs=3), plan, result, output)
+    assert [(run["variant"], run["status"]) for run in result["runs"]] == [
+        ("compile", "failed"),
+        ("eager", "finished"),
+        ("eager", "finished"),
+    ]
+    assert result["runs"][0]["reason"] == "exit status 2: error: --num-envs 3: no"
+    speed.print_result(result)
+    assert "dqn compile failed: exit status 2: error: --num-envs 3: no" in capsys.readouterr().out
+
+
+def test_no_run_begins_that_would_outlast_the_deadline(stand_in, tmp_path):
+    result = speed.new_result("speed", speed.Args(), PROBE, "cpu")
+    speed.measure_all(speed.Args(), [("dqn", "eager", 1)], result, tmp_path / "x.json", time.perf_counter() + 10)
+    assert result["runs"] == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_interrupt_and_timeout_end_the_child(stand_in, tmp_path):
+    flags = ["--num-envs", "4"]
+    assert speed.run_script("dqn", flags, timeout=1.0)["reason"] == "stopped after 1 s"
+
+    def interrupt_once_it_runs(*_):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            raise KeyboardInterrupt
+
+    (tmp_path / "pid").unlink(missing_ok=True)
+    handler = signal.signal(signal.SIGALRM, interrupt_once_it_runs)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            speed.run_script("dqn", flags, timeout=30)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_warmup_runs_once_cold_and_twice_warm(stand_in, tmp_path):
+    result = speed.new_result("warmup", speed.Args(), PROBE, "cpu")
+    speed.warm_up_all([("dqn", "compile")], ["--num-envs", "1"], result, tmp_path / "warmup.json")
+    assert [run["cache"] for run in result["runs"]] == ["cold", "warm", "warm"]
+    (line,) = result["medians"]
+    assert (line["cold"], line["warm"]) == (9.0, 1.0)
+
+
+def test_names_of_scripts(capsys):
+    assert speed.find_scripts(["td3", "sac_continuous_action_torchcompile.py", "dqn", "dqn"]) == [
+        "td3_continuous_action",
+        "sac_continuous_action",
+        "dqn",
+    ]
+    with pytest.raises(SystemExit) as error:
+        speed.find_scripts(["ppo_of_no_kind"])
+    assert error.value.code == 2 and "--scripts ppo_of_no_kind" in capsys.readouterr().err
+
+
+def test_every_workload_is_a_pair_of_scripts():
+    for script in speed.WORKLOADS:
+        assert (ROOT / "leanrl" / f"{script}.py").is_file()
+        assert (ROOT / "leanrl" / f"{script}_torchcompile.py").is_file()
+
+
+# ---- tables.py ----
+def test_speed_table(readme, results):
+    tables.main(tables.Args(readme=readme, results=results))
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n<!-- table:speed -->\n| script |")
+    assert text.endswith("\n<!-- /table:speed -->\n\nText that stays.\n") and "old" not in text
+    row = "| `sac_continuous_action` | compile | HalfCheetah-v4 | 160 | 150–240 | 3.00 | 4.0 | 500 | 60% |"
+    assert row in text
+    assert "| `dqn` | eager |  | failed |" in text
+    assert "(benchmarks/results/speed_cpu_2026-01-02.json)" in text and "A Processor, 2 cores, 2 threads" in text
+
+
+def test_check_catches_a_stale_table(readme, results):
+    check, renew = (tables.Args(check=check, readme=readme, results=results) for check in (True, False))
+    old = readme.read_text()
+    with pytest.raises(SystemExit) as error:
+        tables.main(check)
+    assert error.value.code not in (0, None, 2) and readme.read_text() == old
+    tables.main(renew)
+    tables.main(check)
+    path = results / "speed_cpu_2026-01-02.json"
+    path.write_text(json.dumps(made_up_result("speed", RUNS[:3])))
+    with pytest.raises(SystemExit):
+        tables.main(check)
+
+
+def test_newest_file_of_each_machine(results):
+    for name, date, fps, hardware in (("cpu_b", "2026-03-01", 7, {}), ("gpu", "2025-01-01", 9000, {"gpu": "A GPU"})):
+        result = made_up_result("speed", [made_up_run("dqn", "eager", 1, fps)], f"{date}T00:00:00+00:00", **hardware)
+        (results / f"speed_{name}.json").write_text(json.dumps(result))
+    text = tables.speed_table(results)
+    assert "speed_cpu_2026-01-02.json" not in text and text.index("speed_cpu_b.json") < text.index("speed_gpu.json")
+    assert "A GPU (A Processor, 2 cores)" in text and "| 9,000 |" in text
+
+
+def test_warmup_table(results):
+    runs = [
+        made_up_run("dqn", "compile", i, 1, cache=cache, process_seconds=seconds)
+        for i, cache, seconds in ((1, "cold", 30.0), (2, "warm", 8.0), (3, "warm", 9.0))
+    ]
+    (results / "warmup_cpu.json").write_text(json.dumps(made_up_result("warmup", runs)))
+    assert "| `dqn` | compile | 4.0 | 4.0 | 30.0 | 8.5 |" in tables.warmup_table(results)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table:sped -->\n<!-- /table:sped -->",
+        "<!-- table:speed -->",
+        "<!-- /table:speed -->",
+        "<!-- table:speed -->\n<!-- /table:warmup -->",
+        "<!-- table:speed -->\n<!-- table:warmup -->\n<!-- /table:warmup -->\n<!-- /table:speed -->",
+    ],
+)
+def test_wrong_markers_are_errors(text, readme, results, capsys):
+    readme.write_text(text)
+    with pytest.raises(SystemExit) as error:
+        tables.main(tables.Args(readme=readme, results=results))
+    assert error.value.code == 2 and "table:" in capsys.readouterr().err
+    assert readme.read_text() == text
+
+
+def test_the_readme_is_up_to_date(capsys):
+    path = ROOT / "README.md"
+    if not path.exists() or not tables.MARKERS.search(path.read_text()):
+        pytest.skip("the README has no tables")
+    tables.main(tables.Args(check=True))
+
+
+def test_no_result_names_a_folder_of_a_machine():
+    for path in (ROOT / "benchmarks").rglob("*.json"):
+        for folder in ('"/', "/home/", "/Users/", "/tmp/", "/root/"):
+            assert folder not in path.read_text(), f"{path.name} names a folder of the machine that made it"
+
+
+# ---- learning.py ----
+def made_up_run_folder(folder: Path, seed: int = 1, status: str = "finished", **arguments) -> Path:
+    folder.mkdir()
+    config = {"seed": seed, "env_id": "CartPole-v1", "total_timesteps": 3000, "output_dir": str(folder.parent)}
+    config |= {"wandb_project": "p", "wandb_entity": None, "compile": True} | arguments
+    about = {"device": "cpu", "device_name": "A Processor", "threads": 1, "versions": VERSIONS}
+    (folder / "config.json").write_text(json.dumps(config | about))
+    episodes = [
+        {"global_step": 20 * (i + 1), "return": float(i + seed), "length": 20, "terminated": i % 2 == 0}
+        for i in range(150)
+    ]
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in episodes))
+    metrics = [{"global_step": 5 * i, "wall_time": 0.1, "fps": 9.0, "episode_return": None} for i in range(600)]
+    metrics = [
+        line | ({"td_loss": i / 10} if i >= 100 else {}) | {"learning_rate": 1e-3} for i, line in enumerate(metrics)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    summary = {
+        "script": "dqn_torchcompile",
+        "variant": "compile",
+        "global_step": 3000,
+        "episodes": 150,
+        "status": status,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_collect(tmp_path, results):
+    folders = [made_up_run_folder(tmp_path / f"run{seed}", seed) for seed in (1, 3)]
+    learning.main(learning.CollectArgs(folders=tuple(folders), results=results / "learning"))
+    path = results / "learning" / "CartPole-v1__dqn_torchcompile__compile__3000__seed1.json"
+    result = json.loads(path.read_text())
+    assert result["return_last_20"] == 140.5 and result["return_last_100"] == 100.5
+    assert {key: len(column) for key, column in result["episodes"].items()} == dict.fromkeys(
+        ("global_step", "return", "length", "terminated"), 150
+    )
+    losses = result["losses"]
+    assert set(losses) == {"global_step", "td_loss"} and len(losses["td_loss"]) == 200
+    assert (losses["global_step"][0], losses["global_step"][-1]) == (500, 2995)
+    assert all(loss == pytest.approx(step / 50) for step, loss in zip(losses["global_step"], losses["td_loss"]))
+    assert result["summary"]["status"] == "finished" and result["versions"] == VERSIONS
+    assert str(tmp_path) not in path.read_text()
+
+    table = tables.learning_table(results)
+    assert "| CartPole-v1 | `dqn_torchcompile` | compile | 3,000 | 1, 3 | 101.5 ± 1.4 | 141.5 ± 1.4 | 150 |" in table
+    assert "From the 2 files" in table and "A Processor, 1 thread" in table
+
+
+def test_collect_refuses_what_is_not_finished(tmp_path, results, capsys):
+    good = made_up_run_folder(tmp_path / "good")
+    bad = made_up_run_folder(tmp_path / "bad", seed=2, status="interrupted")
+    no_summary = made_up_run_folder(tmp_path / "no_summary", seed=3)
+    (no_summary / "summary.json").unlink()
+    cut = made_up_run_folder(tmp_path / "cut", seed=4)
+    (cut / "episodes.jsonl").write_text('{"global_step": 20, "return": 1.0}\n')
+    for folder, reason in ((bad, "interrupted"), (no_summary, "lacks summary.json"), (cut, "has 1 episodes")):
+        with pytest.raises(SystemExit) as error:
+            learning.main(learning.CollectArgs(folders=(good, folder), results=results / "learning"))
+        assert error.value.code == 2 and reason in capsys.readouterr().err
+    assert list((results / "learning").iterdir()) == []
+
+
+def test_collect_does_not_replace_a_run_with_other_arguments(tmp_path, results, capsys):
+    first = made_up_run_folder(tmp_path / "first")
+    other = made_up_run_folder(tmp_path / "other", batch_size=7)
+    for folders in ((first,), (first,)):
+        learning.main(learning.CollectArgs(folders=folders, results=results / "learning"))
+    with pytest.raises(SystemExit) as error:
+        learning.main(learning.CollectArgs(folders=(other,), results=results / "learning"))
+    assert error.value.code == 2 and "--force" in capsys.readouterr().err
+    learning.main(learning.CollectArgs(folders=(other,), results=results / "learning", force=True))
+
+
+def test_run_skips_what_has_a_result(results, capsys):
+    jobs = learning.jobs_of(learning.PLAN)
+    assert len({job["name"] for job in jobs}) == len(jobs) == 15
+    assert jobs[0]["name"] == "CartPole-v1__dqn_torchcompile__compile__500000__seed1.json"
+    for job in jobs[:-1]:
+        (results / "learning" / job["name"]).write_text("{}")
+    learning.main(learning.RunArgs(results=results / "learning", dry_run=True))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "15 jobs, 14 of which have a result already",
+        "python leanrl/td3_continuous_action_torchcompile.py --compile --env-id HalfCheetah-v4 "
+        "--total-timesteps 250000 --seed 1",
+    ]
+
+
+def test_plot(tmp_path, results):
+    pytest.importorskip("matplotlib")
+    learning.write(learning.collect(made_up_run_folder(tmp_path / "run")), results / "learning")
+    tables.plot(results, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing():
+    assert tables.smooth([1, 3, 5, 7], 2) == [1, 2, 4, 6]

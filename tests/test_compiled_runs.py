@@ -1,0 +1,87 @@
+"""Runs with --compile: nothing is compiled in the fps window, and it is the run that the script makes without it."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
+FLAGS = ["--total-timesteps", 160, "--learning-starts", 80, "--buffer-size", 100, "--batch-size", 16, "--num-envs", 2]
+FLAGS += ["--measure-burnin", 20, "--seed", 5]
+
+
+def compilations():
+    """A copy of everything that torch counts when it compiles or recompiles."""
+    return copy.deepcopy({name: dict(counts) for name, counts in torch._dynamo.utils.counters.items() if counts})
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def both(request, launch):
+    """(script, the run without --compile, the run with it, compilations at its window's opening and at its end)."""
+    script, flags, seen = request.param, list(FLAGS), []
+    flags += ["--train-frequency", 2, "--start-e", 0.3] if script.startswith("dqn") else []
+    module = importlib.import_module(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LOG_EVERY", 2)  # a line for each step of the environments
+        eager = launch(script, *flags)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        now, leave = module.Run.now, module.Run.__exit__
+
+        def noting_now(run):
+            if run.global_step:  # the clock is read in the loop only to open the window
+                seen.append((run.global_step, compilations()))
+            return now(run)
+
+        def noting_exit(run, *error):
+            seen.append((run.global_step, compilations()))
+            patch.setattr(module.Run, "now", now)
+            leave(run, *error)
+
+        patch.setattr(module.Run, "now", noting_now)
+        patch.setattr(module.Run, "__exit__", noting_exit)
+        compiled = launch(script, *flags, "--compile")
+    return script, eager, compiled, seen
+
+
+def test_nothing_is_compiled_in_the_window(both):
+    script, _, run, ((opened, before), (ended, after)) = both
+    assert [opened, ended] == run.summary["fps_window"] == [100, 160]
+    steps = {"sac_continuous_action_torchcompile": 4, "td3_continuous_action_torchcompile": 4, "dqn_torchcompile": 3}
+    assert before["stats"]["unique_graphs"] == steps[script]  # a recompilation would have counted as one more
+    assert after == before and "graph_break" not in after
+
+
+def test_summary_and_folder(both):
+    script, eager, run, _ = both
+    updates = 80 // 2 if script.startswith("dqn") else 80
+    assert run.summary["updates"] == eager.summary["updates"] == updates
+    assert run.summary["warmup_seconds"] > 0 == eager.summary["warmup_seconds"]
+    assert run.summary["variant"] == "compile" and eager.summary["variant"] == "eager"
+    assert run.folder.name.startswith(f"{run.config['env_id']}__{script}__compile__5__")
+    assert run.config["compile"] and not run.config["cudagraphs"] and run.summary["status"] == "finished"
+    assert f"warm-up {run.summary['warmup_seconds']} s" in run.out
+
+
+def test_episodes_before_learning_are_the_same(both):
+    _, eager, run, _ = both
+    early = [[line for line in each.episodes if line["global_step"] <= 80] for each in (eager, run)]
+    assert early[0] == early[1] and len(early[0]) > 5
+    assert [line["length"] for line in run.episodes] == [line["length"] for line in eager.episodes]
+
+
+def test_same_random_numbers_same_losses(both):
+    """To 1 % of the loss (and 1e-3) after 80 updates: rounding alone, which feeds back through the actions."""
+    _, eager, run, _ = both
+    names = {name for name in run.metrics[-1] if "loss" in name or name in ("alpha", "q_value", "epsilon")}
+    assert names == {name for name in eager.metrics[-1] if name in names} and len(names) > 1
+    learned = 0
+    for ours, theirs in zip(run.metrics, eager.metrics, strict=True):
+        assert names & ours.keys() == names & theirs.keys()
+        for name in names & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-2, abs=1e-3), (name, ours["global_step"])
+            learned += "loss" in name
+    assert learned > 60
+    last = (run.episodes[-1]["return"], eager.episodes[-1]["return"])
+    assert last[0] == pytest.approx(last[1], abs=1e-2)

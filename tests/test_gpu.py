@@ -1,0 +1,148 @@
+"""Compiled and captured runs on a CUDA device; skipped where there is none."""
+
+import importlib
+
+import gymnasium as gym
+import pytest
+import torch
+
+import agents  # noqa: F401 - registers the toys
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+AGENTS = {
+    "sac_continuous_action_torchcompile": "CompiledSACAgent",
+    "td3_continuous_action_torchcompile": "CompiledTD3Agent",
+    "dqn_torchcompile": "CompiledDQNAgent",
+}
+VARIANTS = {"eager": [], "compile": ["--compile"], "cudagraphs": ["--cudagraphs"]}
+VARIANTS["compile+cudagraphs"] = ["--compile", "--cudagraphs"]
+FLAGS = ["--cuda", "--total-timesteps", 300, "--learning-starts", 100, "--buffer-size", 200, "--batch-size", 16]
+FLAGS += ["--num-envs", 2, "--seed", 5]
+
+
+@pytest.fixture(scope="module", params=AGENTS)
+def runs(request, launch):
+    """(script, its run in each variant)."""
+    frequency = ["--train-frequency", 2] if request.param.startswith("dqn") else []
+    return request.param, {name: launch(request.param, *FLAGS, *frequency, *flags) for name, flags in VARIANTS.items()}
+
+
+def test_all_variants_run(runs):
+    script, variants = runs
+    for name, run in variants.items():
+        assert run.summary["variant"] == name and run.summary["status"] == "finished"
+        assert run.summary["updates"] == (100 if script.startswith("dqn") else 200)
+        assert run.summary["device"].startswith("cuda") and run.summary["device_name"] == torch.cuda.get_device_name()
+        assert (run.summary["warmup_seconds"] > 0) is (name != "eager")
+        assert run.folder.name.split("__")[2:-2] == [flag.strip("-") for flag in VARIANTS[name]]
+        assert run.summary["peak_memory_bytes"] > 0
+
+
+def test_eager_reference_runs(runs, launch):
+    script = runs[0].removesuffix("_torchcompile")
+    assert launch(script, *FLAGS).summary["device"].startswith("cuda")
+
+
+def test_episodes_before_learning_are_the_same(runs):
+    early = [[line for line in run.episodes if line["global_step"] <= 100] for run in runs[1].values()]
+    assert len(early[0]) > 5 and all(episodes == early[0] for episodes in early)
+
+
+def test_losses_agree(runs):
+    """To 5 % (and 0.05) of the loss at the first log point with one, some tens of updates after the start."""
+    for name in runs[1]:
+        lines = [next(line for line in run.metrics if line["global_step"] >= 200) for run in runs[1].values()]
+        losses = [key for key in lines[0] if key.endswith("loss")]
+        assert losses
+        for line in lines[1:]:
+            for loss in losses:
+                assert line[loss] == pytest.approx(lines[0][loss], rel=5e-2, abs=5e-2), (name, loss)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_seed_same_episodes(runs, launch, variant):
+    script, variants = runs
+    frequency = ["--train-frequency", 2] if script.startswith("dqn") else []
+    assert launch(script, *FLAGS, *frequency, *VARIANTS[variant]).episodes == variants[variant].episodes
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@pytest.mark.parametrize("script", AGENTS)
+@torch.no_grad()
+def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
+    """A captured step sees what has been put into its tensors since, and no two replays draw alike."""
+    from tensordict.nn import CudaGraphModule
+
+    module, device = importlib.import_module(script), torch.device("cuda")
+    env = gym.make("ToyDiscrete-v0" if script.startswith("dqn") else "ToyContinuous-v0", disable_env_checker=True)
+    args = module.Args(buffer_size=1000, batch_size=64)
+    agent = getattr(module, AGENTS[script])(args, env, device)
+    ring = agent.ring
+    drawn = torch.zeros(args.batch_size, dtype=torch.long, device=device)
+    largest = torch.zeros((), device=device)
+
+    def step():
+        drawn.copy_(ring.draw(drawn.shape, ahead=0))
+        largest.copy_(ring.gather(drawn)["reward"].abs().max())
+
+    options = {"fallback_random": True}
+    write, step = (
+        CudaGraphModule(torch.compile(f, fullgraph=True, options=options) if compiled else f, warmup=3)
+        for f in (ring.write, step)
+    )
+    ring.written.fill_(1)
+    for f in (write, step):
+        for _ in range(5):
+            f()
+    ring.written.zero_()
+    ring.start(env.observation_space.sample()[None])
+    for n in range(900):  # with one environment, one row each
+        observation = torch.full((4,), float(n)).numpy()
+        ring.add(0, observation, env.action_space.sample(), float(n), False)
+        ring.upload()
+        write()
+    assert ring.written.item() == 900
+    stored = ring.gather(torch.arange(900, device=device))
+    assert stored["reward"].tolist() == [float(n) for n in range(900)]
+    assert stored["next_observation"][:, 0].tolist() == [float(n) for n in range(900)]
+
+    draws = []
+    for _ in range(1000):
+        step()
+        draws.append(drawn.clone())
+        assert largest.item() == drawn.max().item()
+    draws = torch.stack(draws)
+    assert len(draws.unique(dim=0)) == 1000
+    numbers = draws.double()
+    assert numbers.min() >= 0 and numbers.max() < 900
+    assert numbers.mean().item() == pytest.approx(449.5, abs=6)  # 64,000 of them: five standard errors
+    assert numbers.std().item() == pytest.approx(259.8, abs=6)
+
+
+@pytest.mark.parametrize("script", [script for script in AGENTS if not script.startswith("dqn")])
+@torch.no_grad()
+def test_two_observations_give_two_actions_from_a_captured_policy(script):
+    from tensordict.nn import CudaGraphModule
+
+    module = importlib.import_module(script)
+    env = gym.make("ToyContinuous-v0", disable_env_checker=True)
+    args = module.Args(buffer_size=100, batch_size=8)
+    agent = getattr(module, AGENTS[script])(args, env, torch.device("cuda"))
+    agent.ring.written.fill_(1)
+    act = CudaGraphModule(agent.act, warmup=3)
+
+    def mean_action(observation):
+        agent.ring.incoming[:, :4] = observation
+        actions = []
+        for _ in range(400):
+            act()
+            actions.append(torch.as_tensor(agent.receive()[0]))
+        actions = torch.cat(actions)
+        assert len(actions.unique(dim=0)) > 300  # fresh noise, and `receive` gives copies
+        return actions.mean(0)
+
+    for _ in range(5):
+        act()
+    difference = mean_action(-100.0) - mean_action(100.0)
+    assert difference.abs().max() > 0.2
