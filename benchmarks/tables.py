@@ -110,8 +110,8 @@ def speed_table(results: Path) -> str:
             rows.append(row + ([f"{share:.0%}" if share else ""] if has_share else []))
         table = markdown(header + (["of the arithmetic limit"] if has_share else []), rows, 3)
         counts = sorted({line["runs"] for line in lines if line["runs"]}) or [0]
-        runs = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        note = f"Medians of {runs} runs; × eager is the median of the ratios taken turn by turn."
+        runs = "1 run" if counts == [1] else f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} runs"
+        note = f"Medians of {runs}; × eager is the median of the ratios taken turn by turn."
         where = "peak GPU memory" if result["device"] == "cuda" else "peak memory of the process"
         parts.append(f"{table}\n\n{note} Memory is the {where}. {footer(path, results, result)}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py` makes them."

@@ -15,11 +15,13 @@ Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns
 To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
 """
 
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import platform
 import random
 import re
@@ -59,7 +61,7 @@ class Args:
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
-    """deterministic cuDNN and cuBLAS kernels"""
+    """have cuDNN and cuBLAS use repeatable kernels"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"
@@ -80,7 +82,7 @@ class Args:
     batch_size: int = 128
     """transitions per update"""
     learning_starts: int = 10_000
-    """environment steps of random actions before the first update"""
+    """environment steps before the first update; SAC and TD3 act at random until then"""
     learning_rate: float = 2.5e-4
     """learning rate of Adam"""
     train_frequency: int = 10
@@ -95,9 +97,9 @@ class Args:
     """share of the run over which ε falls linearly"""
 
     compile: bool = False
-    """compile acting, storing and updating with torch.compile"""
+    """compile the steps with torch.compile"""
     cudagraphs: bool = False
-    """capture acting, storing and updating in CUDA graphs"""
+    """capture the steps in CUDA graphs"""
 
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
@@ -106,7 +108,8 @@ LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
     """Ends the program with one line on stderr and exit status 2."""
-    sys.exit(print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr) or 2)
+    print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr)
+    sys.exit(2)
 
 
 def check_args(args: Args) -> None:
@@ -161,16 +164,13 @@ class Run:
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        found = {p: importlib.util.find_spec(p) for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
-        versions = {package: importlib.metadata.version(package) if spec else None for package, spec in found.items()}
-        self.about["versions"] = {"python": platform.python_version()} | versions
+        self.about["versions"] = {"python": platform.python_version()}
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
+            self.about["versions"][package] = None
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                self.about["versions"][package] = importlib.metadata.version(package)
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
-        if args.track:
-            import wandb
-
-            project = {"project": args.wandb_project, "entity": args.wandb_entity, "name": self.folder.name}
-            wandb.init(**project, config=vars(args), dir=str(self.folder))
 
     def __enter__(self):
         def interrupt(number, _frame):
@@ -198,7 +198,7 @@ class Run:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
         if self.window is None and self.global_step >= self.window_opens:
             self.window = (self.global_step, self.now())
-        if self.global_step < self.next_log:
+        if self.global_step < min(self.next_log, self.args.total_timesteps):
             return
         self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
         losses = {name: float(loss) for name, loss in losses.items()}
@@ -212,7 +212,12 @@ class Run:
         line |= {**losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
-            sys.modules["wandb"].log(line, step=self.global_step)
+            import wandb
+
+            if wandb.run is None:
+                project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+                wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
+            wandb.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
@@ -262,13 +267,13 @@ def make_environment(env_id: str) -> gym.Env:
 
     Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
     """
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            if "mujoco" in str(gym.spec(env_id).entry_point):
-                import mujoco
-
-                mujoco.set_mju_user_warning(lambda message: None)
             return gym.make(env_id, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
@@ -287,10 +292,10 @@ def check_discrete_spaces(env: gym.Env) -> None:
 def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
     """The environments, and the seeds of their first resets: no other seed or environment shares them."""
     envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
-    seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs).tolist()
-    for env, seed in zip(envs, seeds, strict=True):
+    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
         env.action_space.seed(seed)
-    return envs, seeds
+    return envs, seeds[: args.num_envs]
 
 
 # ---- Networks ----
@@ -333,7 +338,7 @@ class ReplayRing:
         self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
         self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        self.copies = (capacity + num_envs) // longest + 2 * num_envs + 1
+        self.copies = min((capacity + num_envs) // longest + 2 * num_envs + 1, 2**24)  # staged as a float32
         self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
 
         self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
@@ -537,6 +542,8 @@ def main(args: Args) -> None:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
     envs, seeds = make_environments(args)
@@ -545,9 +552,9 @@ def main(args: Args) -> None:
     buffer = agent.ring
     actions = range(int(envs[0].action_space.n))
 
-    with Run(args, device) as run:
-        print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
+    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
+    with Run(args, device) as run:
         # Compilation and capture: a full graph for storing, for updating, and for both in one
         store, update, store_and_update = steps = [agent.store, agent.update, agent.store_and_update]
         torch.compiler.set_stance("default")
@@ -560,13 +567,13 @@ def main(args: Args) -> None:
         store, update, store_and_update = steps
         if args.compile or args.cudagraphs:
             started, saved = run.now(), [tensor.clone() for tensor in agent.state()]
-            for step in [step for step in steps for _ in range(4)]:
-                buffer.written.fill_(1)
-                step()
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                for step in [step for step in steps for _ in range(4)]:
+                    buffer.written.fill_(1)
+                    step()
             for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
                 tensor.copy_(value)
-            torch.manual_seed(args.seed)
-            # All that will be compiled has been: from here on only the guards that tell the steps apart are checked
+            # All is compiled: from here on, in this process, only the guards that tell the steps apart are checked
             torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
             run.warmup_seconds = run.now() - started
 
@@ -601,8 +608,11 @@ def main(args: Args) -> None:
                 for step in [store_and_update, *[update] * (updates - 1)] if updates else [store]:
                     step()
                 run.updates, staged = run.updates + updates, 0
-                if is_learning and times_due(run.global_step, args.num_envs, args.target_network_frequency):
-                    agent.update_target()
+            for _ in range(
+                times_due(run.global_step, args.num_envs, args.target_network_frequency) if is_learning else 0
+            ):
+                agent.update_target()
+            if updates:
                 losses = agent.receive()
             run.log(losses | {"epsilon": epsilon}, args.learning_rate)
 

@@ -14,14 +14,15 @@ Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own r
 To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
 """
 
+import contextlib
 import copy
 import difflib
 import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import platform
-import random
 import re
 import resource
 import signal
@@ -58,7 +59,7 @@ class Args:
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
-    """deterministic cuDNN and cuBLAS kernels"""
+    """have cuDNN and cuBLAS use repeatable kernels"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"
@@ -79,13 +80,13 @@ class Args:
     batch_size: int = 256
     """transitions per update"""
     learning_starts: int = 5_000
-    """environment steps of random actions before the first update"""
+    """environment steps before the first update; SAC and TD3 act at random until then"""
     policy_lr: float = 3e-4
     """Adam's learning rate for the policy"""
     q_lr: float = 1e-3
     """Adam's learning rate for the critics and for α"""
     policy_frequency: int = 2
-    """environment steps between policy updates (SAC then makes as many of those at once)"""
+    """updates between policy updates; SAC then makes as many of those, and TD3 moves its targets"""
     target_network_frequency: int = 1
     """environment steps between updates of the target networks"""
     alpha: float = 0.2
@@ -100,7 +101,8 @@ LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
     """Ends the program with one line on stderr and exit status 2."""
-    sys.exit(print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr) or 2)
+    print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr)
+    sys.exit(2)
 
 
 def check_args(args: Args) -> None:
@@ -155,16 +157,13 @@ class Run:
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        found = {p: importlib.util.find_spec(p) for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
-        versions = {package: importlib.metadata.version(package) if spec else None for package, spec in found.items()}
-        self.about["versions"] = {"python": platform.python_version()} | versions
+        self.about["versions"] = {"python": platform.python_version()}
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
+            self.about["versions"][package] = None
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                self.about["versions"][package] = importlib.metadata.version(package)
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
-        if args.track:
-            import wandb
-
-            project = {"project": args.wandb_project, "entity": args.wandb_entity, "name": self.folder.name}
-            wandb.init(**project, config=vars(args), dir=str(self.folder))
 
     def __enter__(self):
         def interrupt(number, _frame):
@@ -192,7 +191,7 @@ class Run:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
         if self.window is None and self.global_step >= self.window_opens:
             self.window = (self.global_step, self.now())
-        if self.global_step < self.next_log:
+        if self.global_step < min(self.next_log, self.args.total_timesteps):
             return
         self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
         losses = {name: float(loss) for name, loss in losses.items()}
@@ -206,7 +205,12 @@ class Run:
         line |= {**losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
-            sys.modules["wandb"].log(line, step=self.global_step)
+            import wandb
+
+            if wandb.run is None:
+                project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+                wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
+            wandb.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
@@ -256,13 +260,13 @@ def make_environment(env_id: str) -> gym.Env:
 
     Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
     """
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            if "mujoco" in str(gym.spec(env_id).entry_point):
-                import mujoco
-
-                mujoco.set_mju_user_warning(lambda message: None)
             return gym.make(env_id, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
@@ -274,17 +278,18 @@ def check_continuous_spaces(env: gym.Env) -> None:
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
         fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
-    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1 or not actions.is_bounded():
-        fail("env_id", env.spec.id, f"its actions must be a one-dimensional Box with finite bounds, not {actions}")
+    is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+    if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
+        fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
 
 
 def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
     """The environments, and the seeds of their first resets: no other seed or environment shares them."""
     envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
-    seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs).tolist()
-    for env, seed in zip(envs, seeds, strict=True):
+    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
         env.action_space.seed(seed)
-    return envs, seeds
+    return envs, seeds[: args.num_envs]
 
 
 # ---- Networks ----
@@ -337,7 +342,7 @@ class ReplayBuffer:
         self.fields = {
             "observation": np.zeros((capacity, observation_dim), np.float32),
             "next_observation": np.zeros((capacity, observation_dim), np.float32),
-            "action": np.zeros((capacity, *actions.shape), actions.dtype),
+            "action": np.zeros((capacity, *actions.shape), np.float32 if actions.shape else np.int64),
             "reward": np.zeros(capacity, np.float32),
             "terminated": np.zeros(capacity, np.float32),
         }
@@ -437,18 +442,20 @@ class SACAgent:
 
 def main(args: Args) -> None:
     check_args(args)
-    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, seeds = make_environments(args)
     check_continuous_spaces(envs[0])
     agent = SACAgent(args, envs[0], device)
     buffer = ReplayBuffer(args.buffer_size, envs[0], device)
 
+    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
+
     with Run(args, device) as run:
-        print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
         observation = np.stack(
             [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)], dtype=np.float32
         )

@@ -72,7 +72,7 @@ def test_episodes_before_learning_are_the_same(both):
 
 
 def test_same_random_numbers_same_losses(both):
-    """To 1 % of the loss (and 1e-3) after 80 updates: rounding alone, which feeds back through the actions."""
+    """To 0.5 % (and 1e-3) over 80 updates, in which rounding feeds back through the actions; other draws differ by 10 %."""
     _, eager, run, _ = both
     names = {name for name in run.metrics[-1] if "loss" in name or name in ("alpha", "q_value", "epsilon")}
     assert names == {name for name in eager.metrics[-1] if name in names} and len(names) > 1
@@ -80,7 +80,7 @@ def test_same_random_numbers_same_losses(both):
     for ours, theirs in zip(run.metrics, eager.metrics, strict=True):
         assert names & ours.keys() == names & theirs.keys()
         for name in names & ours.keys():
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-2, abs=1e-3), (name, ours["global_step"])
+            assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-3), (name, ours["global_step"])
             learned += "loss" in name
     assert learned > 60
     last = (run.episodes[-1]["return"], eager.episodes[-1]["return"])

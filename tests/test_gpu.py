@@ -50,14 +50,13 @@ def test_episodes_before_learning_are_the_same(runs):
 
 
 def test_losses_agree(runs):
-    """To 5 % (and 0.05) of the loss at the first log point with one, some tens of updates after the start."""
-    for name in runs[1]:
-        lines = [next(line for line in run.metrics if line["global_step"] >= 200) for run in runs[1].values()]
-        losses = [key for key in lines[0] if key.endswith("loss")]
-        assert losses
-        for line in lines[1:]:
-            for loss in losses:
-                assert line[loss] == pytest.approx(lines[0][loss], rel=5e-2, abs=5e-2), (name, loss)
+    """To 5 % (and 0.05) at step 200, about a hundred updates (DQN: fifty) after the first: all draw the same numbers."""
+    lines = {name: next(line for line in run.metrics if line["global_step"] == 200) for name, run in runs[1].items()}
+    losses = [key for key in lines["eager"] if key.endswith("loss")]
+    assert losses
+    for name, line in lines.items():
+        for loss in losses:
+            assert line[loss] == pytest.approx(lines["eager"][loss], rel=5e-2, abs=5e-2), (name, loss)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -211,7 +211,8 @@ def test_wandb_gets_every_line(launch, monkeypatch, script):
     calls = SimpleNamespace(init=[], log=[])
     wandb = SimpleNamespace(
         __spec__=importlib.machinery.ModuleSpec("wandb", None),
-        init=lambda **kwargs: calls.init.append(kwargs),
+        run=None,
+        init=lambda **kwargs: calls.init.append(kwargs) or setattr(wandb, "run", kwargs["name"]),
         log=lambda line, step: calls.log.append((step, line)),
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
