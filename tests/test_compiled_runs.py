@@ -72,7 +72,7 @@ def test_episodes_before_learning_are_the_same(both):
 
 
 def test_same_random_numbers_same_losses(both):
-    """To 0.5 % (and 1e-3) over 80 updates, in which rounding feeds back through the actions; other draws differ by 10 %."""
+    """To 0.5 % (and 1e-3) over 80 updates, in which rounding feeds back through the actions."""
     _, eager, run, _ = both
     names = {name for name in run.metrics[-1] if "loss" in name or name in ("alpha", "q_value", "epsilon")}
     assert names == {name for name in eager.metrics[-1] if name in names} and len(names) > 1
@@ -82,6 +82,6 @@ def test_same_random_numbers_same_losses(both):
         for name in names & ours.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-3), (name, ours["global_step"])
             learned += "loss" in name
-    assert learned > 60
+    assert learned >= 40  # one a line at least, from the first update on
     last = (run.episodes[-1]["return"], eager.episodes[-1]["return"])
     assert last[0] == pytest.approx(last[1], abs=1e-2)

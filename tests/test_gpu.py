@@ -50,7 +50,7 @@ def test_episodes_before_learning_are_the_same(runs):
 
 
 def test_losses_agree(runs):
-    """To 5 % (and 0.05) at step 200, about a hundred updates (DQN: fifty) after the first: all draw the same numbers."""
+    """To 5 % (and 0.05) at step 200, after 50 or 100 updates: all draw the same numbers."""
     lines = {name: next(line for line in run.metrics if line["global_step"] == 200) for name, run in runs[1].items()}
     losses = [key for key in lines["eager"] if key.endswith("loss")]
     assert losses
