@@ -107,7 +107,8 @@ LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
     """Ends the program with one line on stderr and exit status 2."""
-    print(f"error: --{flag.replace('_', '-')} {value}: {allowed}", file=sys.stderr)
+    line = f"error: --{flag.replace('_', '-')} {value}: {allowed}"
+    print(" ".join(line.split()), file=sys.stderr)
     sys.exit(2)
 
 
@@ -173,6 +174,8 @@ class Run:
 
     def __enter__(self):
         def interrupt(number, _frame):
+            for signal_number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
             raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -232,7 +235,7 @@ class Run:
 
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not cost the summary
+            signal.signal(number, signal.SIG_IGN)
         stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         now = self.now() if kind is None or stopped else time.perf_counter()
         first_step, opened = self.window or (self.global_step, now)
