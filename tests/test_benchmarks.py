@@ -278,15 +278,13 @@ def test_wrong_markers_are_errors(text, readme, results, capsys):
 
 
 def test_the_readme_is_up_to_date(capsys):
-    path = ROOT / "README.md"
-    if not path.exists() or not tables.MARKERS.search(path.read_text()):
-        pytest.skip("the README has no tables")
+    assert tables.MARKERS.search((ROOT / "README.md").read_text())
     tables.main(tables.Args(check=True))
 
 
 def test_no_result_names_a_folder_of_a_machine():
     for path in (ROOT / "benchmarks").rglob("*.json"):
-        for folder in ('"/', "/home/", "/Users/", "/tmp/", "/root/"):
+        for folder in ('"/', "/home/", "/Users/", "/tmp/"):
             assert folder not in path.read_text(), f"{path.name} names a folder of the machine that made it"
 
 
