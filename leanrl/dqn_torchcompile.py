@@ -341,7 +341,7 @@ class ReplayRing:
         self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
         self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        self.copies = min((capacity + num_envs) // longest + 2 * num_envs + 1, 2**24)  # staged as a float32
+        self.copies = min((capacity + num_envs) // longest + num_envs + rows + 1, 2**24)  # staged as a float32
         self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
 
         self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
@@ -362,7 +362,7 @@ class ReplayRing:
         width = self.observation_dim + self.action_dim + 4
         self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
         self.incoming, self.host = self.staged.to(device), self.staged.numpy()  # on the CPU all one memory
-        self.row = torch.arange(rows, device=device)
+        self.rows, self.row = rows, torch.arange(rows, device=device)
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def start(self, observations: np.ndarray) -> None:
@@ -377,7 +377,7 @@ class ReplayRing:
         if last_observation is not None:
             index = self.truncations % self.copies
             # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-            owner = self.owners[(self.truncations + self.num_envs) % self.copies]
+            owner = self.owners[(self.truncations + self.rows) % self.copies]
             if owner >= self.added - self.capacity - self.num_envs:
                 self.oldest.clamp_(min=owner + 1)
             self.observations[self.slots + index] = torch.as_tensor(last_observation, device=self.device)
@@ -412,8 +412,9 @@ class ReplayRing:
             batch_size=slot.shape,
         )
         self.written.add_(in_use.sum().long())
+        self.incoming[:, -1] = 0  # a second call would change nothing
 
-    def draw(self, shape: tuple[int, ...], ahead: int) -> torch.Tensor:
+    def draw(self, shape: tuple[int, ...], ahead: int | torch.Tensor) -> torch.Tensor:
         """Numbers of transitions, uniform over the ring as it will be once `ahead` more are written; of `shape`."""
         newest = self.written + ahead
         oldest = torch.maximum(self.oldest, newest - self.capacity)
@@ -464,32 +465,38 @@ class Adam:
 class CompiledDQNAgent:
     """The network, its target, its optimiser, the replay ring, and the update on them.
 
-    `store` and `update`, which `main` compiles and captures, take no tensor and return none: they work on tensors of
-    fixed address, so that a captured graph is replayed without copies. A network this small acts on the host, in
-    NumPy, several times faster than a compiled call would: one row takes less time than the call.
+    The steps that `main` compiles and captures take no tensor and return none: they work on tensors of fixed address,
+    so that a captured graph is replayed without copies. A network this small acts on the host, in NumPy, several
+    times faster than a compiled call would: one row takes less time than the call.
     """
 
     @torch.no_grad()
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.args, self.device = args, device
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
-        # The module gives names and shapes; the parameters are one flat vector, of which the host has a copy
+        # The module gives names and shapes; the parameters are one flat vector
         self.q_net = DiscreteQNetwork(observation_dim, actions)
         self.parameters = flatten(dict(self.q_net.named_parameters())).to(device)
         self.target_parameters = self.parameters.clone()
         self.adam = Adam(self.parameters, args.learning_rate)
         self.losses = torch.zeros(2, device=device)
-        on_host = device.type == "cpu"
-        self.host_parameters = self.parameters if on_host else self.parameters.cpu().pin_memory()
-        self.host_losses = self.losses if on_host else self.losses.cpu().pin_memory()
-        layers = list(unflatten(self.host_parameters, self.q_net).values())
-        self.host_layers = [
-            (weight.numpy().T, bias.numpy()) for weight, bias in zip(layers[::2], layers[1::2], strict=True)
-        ]
+        self.overlaps = device.type == "cuda"  # updates run beside the environments
 
         # Between two updates the transitions are staged on the host: as many as fit before the next update
-        self.rows = -(-args.train_frequency // args.num_envs) * args.num_envs
-        self.ring = ReplayRing(args.buffer_size, env, args.num_envs, self.rows, device)
+        rows = -(-args.train_frequency // args.num_envs) * args.num_envs
+        self.ring = ReplayRing(args.buffer_size, env, args.num_envs, rows, device)
+        self.ahead, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        updates = -(-args.num_envs // args.train_frequency)
+        self.drawn = torch.zeros(updates, args.batch_size, dtype=torch.long, device=device)
+
+        # What the host has to know, and its copies: the parameters it acts with, the losses, whether to wait
+        self.must_wait = torch.zeros(1, dtype=torch.bool, device=device)
+        self.outbox = [self.parameters, self.losses, self.must_wait]
+        self.inbox = [tensor.cpu().clone() for tensor in self.outbox] if self.overlaps else self.outbox
+        if device.type == "cuda":
+            self.inbox = [tensor.pin_memory() for tensor in self.inbox]
+        layers = [layer.numpy() for layer in unflatten(self.inbox[0], self.q_net).values()]
+        self.host_layers = list(zip(layers[::2], layers[1::2], strict=True))
 
     def state(self) -> list[torch.Tensor]:
         """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
@@ -500,23 +507,40 @@ class CompiledDQNAgent:
         """Greedy actions, on the host; [num_envs, observation_dim] -> [num_envs]."""
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
-            observation = np.maximum(observation @ hidden_weight + hidden_bias, 0)
-        return (observation @ weight + bias).argmax(1).tolist()
+            observation = np.maximum(observation @ hidden_weight.T + hidden_bias, 0)
+        return (observation @ weight.T + bias).argmax(1).tolist()
 
-    def receive(self) -> dict[str, float]:
-        """Waits for the updates; brings their parameters and losses to the host, where `act` reads them."""
+    def receive(self) -> tuple[dict[str, float], bool]:
+        """Brings the newest parameters to `act`; the losses, and whether a transition just drawn is still to come."""
+        for host, device in zip(self.inbox, self.outbox, strict=True):
+            if host is not device:
+                host.copy_(device, non_blocking=True)
         if self.device.type == "cuda":
-            self.host_parameters.copy_(self.parameters, non_blocking=True)
-            self.host_losses.copy_(self.losses, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        return dict(zip(("td_loss", "q_value"), self.host_losses.tolist(), strict=True))
+        return dict(zip(("td_loss", "q_value"), self.inbox[1].tolist(), strict=True)), self.inbox[2].item()
 
     def store(self) -> None:
         self.ring.write()
 
+    def draw(self) -> None:
+        """Draws the transitions for the updates after the next `ahead` transitions."""
+        self.drawn.copy_(self.ring.draw(self.drawn.shape, self.ahead))
+        self.must_wait.copy_((self.drawn >= self.ring.written).any())
+        self.turn.zero_()
+
     def update(self) -> None:
-        """One step on the squared temporal-difference error (algorithm 1)."""
-        batch = self.ring.gather(self.ring.draw((self.args.batch_size,), ahead=0))
+        """An update on the next of the batches drawn."""
+        self.update_on(self.drawn.index_select(0, self.turn).squeeze(0))
+        self.turn.add_(1)
+
+    def store_and_update(self) -> None:
+        """The same where no update overlaps with anything."""
+        self.store()
+        self.update_on(self.ring.draw((self.args.batch_size,), ahead=0))
+
+    def update_on(self, numbers: torch.Tensor) -> None:
+        """One step on the squared temporal-difference error (algorithm 1) of these transitions, [B]."""
+        batch = self.ring.gather(numbers)
         target_parameters = unflatten(self.target_parameters, self.q_net)
         next_value = functional_call(self.q_net, target_parameters, (batch["next_observation"],)).max(1).values
         target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
@@ -529,10 +553,6 @@ class CompiledDQNAgent:
         gradient, (value, q_value) = grad_and_value(loss, has_aux=True)(unflatten(self.parameters, self.q_net))
         self.losses[0], self.losses[1] = value, q_value
         self.adam.update(flatten(gradient))
-
-    def store_and_update(self) -> None:
-        self.store()
-        self.update()
 
     def update_target(self) -> None:
         self.target_parameters.lerp_(self.parameters, self.args.tau)
@@ -558,21 +578,23 @@ def main(args: Args) -> None:
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
-        # Compilation and capture: a full graph for storing, for updating, and for both in one
-        store, update, store_and_update = steps = [agent.store, agent.update, agent.store_and_update]
+        # Compilation and capture: a full graph for storing, for drawing, and for updating; or for all at once
+        steps = {"store": agent.store, "draw": agent.draw, "update": agent.update}
+        if not agent.overlaps:
+            steps = {"store": agent.store, "update": agent.store_and_update}
         torch.compiler.set_stance("default")
         if args.compile:
             # Eager's random numbers, so that all variants draw the same
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu"}
-            steps = [torch.compile(step, fullgraph=True, options=options) for step in steps]
+            steps = {name: torch.compile(step, fullgraph=True, options=options) for name, step in steps.items()}
         if args.cudagraphs:
-            steps = [CudaGraphModule(step, warmup=3) for step in steps]
-        store, update, store_and_update = steps
+            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
             started, saved = run.now(), [tensor.clone() for tensor in agent.state()]
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                for step in [step for step in steps for _ in range(4)]:
+                for step in [step for step in steps.values() for _ in range(4)]:
                     buffer.written.fill_(1)
+                    agent.turn.zero_()
                     step()
             for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
                 tensor.copy_(value)
@@ -580,43 +602,59 @@ def main(args: Args) -> None:
             torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
             run.warmup_seconds = run.now() - started
 
-        losses, staged = {}, 0
+        losses = {}
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)
         buffer.start(observation)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         while run.global_step < args.total_timesteps:
-            # Act: at random with probability ε, else greedily
-            duration = args.exploration_fraction * args.total_timesteps
-            epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
-            action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
-            if None in action:
-                greedy = agent.act(observation)
-                action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
+            # The next block of steps ends with an update, of the network or its target, or with a line of metrics
+            frequencies = (args.train_frequency, args.target_network_frequency, LOG_EVERY)
+            due = min(args.total_timesteps, *((run.global_step // every + 1) * every for every in frequencies))
+            rows = -(-(due - run.global_step) // args.num_envs) * args.num_envs
+            end = run.global_step + rows
+            is_learning = end > args.learning_starts
+            updates = times_due(end, args.num_envs, args.train_frequency) if is_learning else 0
 
-            # Step and stage; where an episode has ended, the next one begins
-            for i, env in enumerate(envs):
-                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-                last_observation = next_observation if truncated[i] and not terminated[i] else None
-                buffer.add(staged + i, observation[i], action[i], rewards[i], terminated[i], last_observation)
-            staged += args.num_envs
-            run.step(rewards, terminated, truncated)
+            # Learn while the environments step, unless a batch has a transition that is still to come
+            must_wait = True
+            if agent.overlaps and is_learning:
+                if updates:
+                    agent.ahead.fill_(rows)
+                    steps["draw"]()
+                received, must_wait = agent.receive()
+                losses = received if run.updates else {}
+            for _ in range(0 if must_wait else updates):
+                steps["update"]()
 
-            # Store and learn
-            is_learning = run.global_step > args.learning_starts
-            updates = times_due(run.global_step, args.num_envs, args.train_frequency) if is_learning else 0
-            if updates or staged == agent.rows:
-                buffer.upload()
-                for step in [store_and_update, *[update] * (updates - 1)] if updates else [store]:
-                    step()
-                run.updates, staged = run.updates + updates, 0
-            for _ in range(
-                times_due(run.global_step, args.num_envs, args.target_network_frequency) if is_learning else 0
-            ):
+            for row in range(0, rows, args.num_envs):
+                # Act: at random with probability ε, else greedily
+                duration = args.exploration_fraction * args.total_timesteps
+                epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
+                action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
+                if None in action:
+                    greedy = agent.act(observation)
+                    action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
+
+                # Step and stage; where an episode has ended, the next one begins
+                for i, env in enumerate(envs):
+                    next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                    observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+                    last_observation = next_observation if truncated[i] and not terminated[i] else None
+                    buffer.add(row + i, observation[i], action[i], rewards[i], terminated[i], last_observation)
+                run.step(rewards, terminated, truncated)
+
+            # Store, and learn what had to wait
+            buffer.upload()
+            if agent.overlaps or not updates:
+                steps["store"]()
+            for _ in range(updates if must_wait else 0):
+                steps["update"]()
+            run.updates += updates
+            for _ in range(times_due(end, args.num_envs, args.target_network_frequency) if is_learning else 0):
                 agent.update_target()
-            if updates:
-                losses = agent.receive()
+            if run.updates and (not agent.overlaps or run.global_step >= args.total_timesteps):
+                losses, _ = agent.receive()
             run.log(losses | {"epsilon": epsilon}, args.learning_rate)
 
 

@@ -360,7 +360,7 @@ class ReplayRing:
         self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
         self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        self.copies = min((capacity + num_envs) // longest + 2 * num_envs + 1, 2**24)  # staged as a float32
+        self.copies = min((capacity + num_envs) // longest + num_envs + rows + 1, 2**24)  # staged as a float32
         self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
 
         self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
@@ -381,7 +381,7 @@ class ReplayRing:
         width = self.observation_dim + self.action_dim + 4
         self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
         self.incoming, self.host = self.staged.to(device), self.staged.numpy()  # on the CPU all one memory
-        self.row = torch.arange(rows, device=device)
+        self.rows, self.row = rows, torch.arange(rows, device=device)
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def start(self, observations: np.ndarray) -> None:
@@ -396,7 +396,7 @@ class ReplayRing:
         if last_observation is not None:
             index = self.truncations % self.copies
             # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-            owner = self.owners[(self.truncations + self.num_envs) % self.copies]
+            owner = self.owners[(self.truncations + self.rows) % self.copies]
             if owner >= self.added - self.capacity - self.num_envs:
                 self.oldest.clamp_(min=owner + 1)
             self.observations[self.slots + index] = torch.as_tensor(last_observation, device=self.device)
@@ -431,8 +431,9 @@ class ReplayRing:
             batch_size=slot.shape,
         )
         self.written.add_(in_use.sum().long())
+        self.incoming[:, -1] = 0  # a second call would change nothing
 
-    def draw(self, shape: tuple[int, ...], ahead: int) -> torch.Tensor:
+    def draw(self, shape: tuple[int, ...], ahead: int | torch.Tensor) -> torch.Tensor:
         """Numbers of transitions, uniform over the ring as it will be once `ahead` more are written; of `shape`."""
         newest = self.written + ahead
         oldest = torch.maximum(self.oldest, newest - self.capacity)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import agents
+import dqn_torchcompile
 from dqn import linear_schedule, times_due
 from dqn_torchcompile import unflatten
 from probes import GAMMA, train
@@ -36,7 +37,7 @@ def test_epsilon_falls_in_a_run_and_decides_how_often_actions_are_random(monkeyp
     train(monkeypatch, tmp_path, script, agent_class, env_id="CartPole-v1", total_timesteps=2000, learning_starts=1900)
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     epsilons = {line["global_step"]: line["epsilon"] for line in map(json.loads, metrics.read_text().splitlines())}
-    assert epsilons[1] == pytest.approx(1.0)
+    assert epsilons[min(epsilons)] == pytest.approx(1.0, abs=0.01) and min(epsilons) <= 10
     assert epsilons[500] == pytest.approx(0.525, abs=0.002)
     assert epsilons[1000] == pytest.approx(0.05, abs=0.002) and epsilons[2000] == pytest.approx(0.05)
 
@@ -67,7 +68,7 @@ def test_acting_on_the_host_is_the_network():
     observation = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     parameters = unflatten(compiled.parameters, compiled.q_net)
     with torch.no_grad():
-        compiled.update()  # what the host reads follows every update
+        compiled.store_and_update()  # what the host reads follows every update
         q = torch.func.functional_call(compiled.q_net, parameters, (torch.as_tensor(observation),))
     assert compiled.act(observation) == q.argmax(1).tolist()
     assert len(set(compiled.act(observation))) > 1
@@ -77,17 +78,17 @@ def test_one_update_is_the_same_in_both_versions():
     eager, compiled, batch = pair()
     eager.update(batch)
     with torch.no_grad():
-        compiled.update()
+        compiled.store_and_update()
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
-    losses = compiled.receive()
+    losses, _ = compiled.receive()
     assert losses["td_loss"] == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
     assert losses["q_value"] == pytest.approx(eager.losses["q_value"].item(), rel=1e-3)
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
     eager, compiled, batch = pair()
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.update))
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.store_and_update))
     for _ in range(3):
         eager.update(batch)
         update()
@@ -96,11 +97,41 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
 
 
+@pytest.mark.parametrize("num_envs, train_frequency, target_frequency", [(1, 10, 25), (3, 10, 7), (4, 2, 6)])
+def test_updates_beside_the_environments_make_the_same_run(
+    launch, monkeypatch, num_envs, train_frequency, target_frequency
+):
+    """What a GPU does, here on the CPU: an update may begin early, but it is that of the same step."""
+    flags = ["--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, "--num-envs"]
+    flags += [num_envs, "--train-frequency", train_frequency, "--target-network-frequency", target_frequency]
+    ended, waits = [], []
+
+    class Overlapping(dqn_torchcompile.CompiledDQNAgent):
+        overlaps = property(lambda self: True, lambda self, value: None)
+
+        def receive(self):
+            losses, must_wait = super().receive()
+            waits.append(must_wait)
+            return losses, must_wait
+
+    for agent_class in (dqn_torchcompile.CompiledDQNAgent, Overlapping):
+        made = lambda *a, c=agent_class: ended.append(c(*a)) or ended[-1]  # noqa: E731
+        monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", made)
+        ended.append(launch("dqn_torchcompile", *flags, env_id="CartPole-v1"))
+    one, first, other, second = ended
+    assert {True, False} == set(waits), "updates of both kinds"
+    assert first.summary["updates"] == second.summary["updates"] > 45
+    assert first.episodes == second.episodes and len(first.episodes) > 5
+    for name in ("parameters", "target_parameters", "losses"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert first.metrics[-1]["td_loss"] == second.metrics[-1]["td_loss"]
+
+
 def test_without_a_learning_rate_nothing_moves_and_the_target_follows_tau():
     eager, compiled, _ = pair(learning_rate=0.0, tau=0.25)
     parameters, target = compiled.parameters.clone(), compiled.target_parameters.clone()
     with torch.no_grad():
-        compiled.update()
+        compiled.store_and_update()
     compiled.update_target()
     eager.update_target()
     assert torch.equal(compiled.parameters, parameters)
@@ -119,9 +150,9 @@ def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
             compiled.target_parameters.mul_(factor)
             for parameter in eager.target_network.parameters():
                 parameter.mul_(factor)
-            compiled.update()
+            compiled.store_and_update()
         eager.update(batch)
-        losses["compiled"].append(compiled.receive()["td_loss"])
+        losses["compiled"].append(compiled.receive()[0]["td_loss"])
         losses["eager"].append(eager.losses["td_loss"].item())
     for without, changed in losses.values():
         assert (abs(without - changed) > 0.01) is matters

@@ -86,20 +86,27 @@ def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_
         assert_holds(ring, happened, first)
 
 
+@pytest.mark.parametrize("limit", [None, 50])  # with the latter fewer copies than truncations
 @pytest.mark.parametrize("rows", [7, 12])
-def test_ring_written_in_blocks_that_are_sometimes_half_filled(rows):
-    stream, ring, happened = Stream(1, MIXED), ReplayRing(20, fake_env(None), 1, rows, CPU), []
+def test_ring_written_in_blocks_that_are_sometimes_half_filled(rows, limit):
+    stream, ring, happened = Stream(1, MIXED), ReplayRing(20, fake_env(limit), 1, rows, CPU), []
     ring.start(np.stack([stream.observation(0)]))
     for block in range(40):
+        drawn_before = ring.draw((500,), ahead=1 + block * 5 % rows)
         for row in range(1 + block * 5 % rows):
             transition, newest = stream.step(0)
             happened.append(transition)
             _, action, reward, terminated, truncated, after = transition
             ring.add(row, newest, action, reward, terminated, after if truncated and not terminated else None)
+        for number in set(drawn_before[drawn_before < ring.written].tolist()):  # gathered while the block is staged
+            assert_holds(ring, happened[: number + 1], number)
         ring.upload()
-        ring.write()
+        for _ in range(2):  # the second time nothing is new
+            ring.write()
         assert ring.written.item() == len(happened)
-        assert_holds(ring, happened, max(len(happened) - 20, 0))
+        assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - 20))
+        for number in set(drawn_before.tolist()):  # gathered after it
+            assert_holds(ring, happened[: number + 1], number)
 
 
 def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation():
