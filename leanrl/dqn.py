@@ -14,7 +14,6 @@ Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns
 To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
 """
 
-import contextlib
 import copy
 import difflib
 import importlib.metadata
@@ -100,8 +99,7 @@ LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
     """Ends the program with one line on stderr and exit status 2."""
-    line = f"error: --{flag.replace('_', '-')} {value}: {allowed}"
-    print(" ".join(line.split()), file=sys.stderr)
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
     sys.exit(2)
 
 
@@ -146,8 +144,8 @@ class Run:
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
         while True:
-            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
             try:
+                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
                 self.folder.mkdir(parents=True)
                 break
             except FileExistsError:  # another run began within this second
@@ -157,17 +155,15 @@ class Run:
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        self.about["versions"] = {"python": platform.python_version()}
-        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
-            self.about["versions"][package] = None
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                self.about["versions"][package] = importlib.metadata.version(package)
+        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
+        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
+        self.about["versions"] = {"python": platform.python_version(), **versions}
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
         def interrupt(number, _frame):
-            for signal_number in (signal.SIGINT, signal.SIGTERM):
+            for signal_number in self.handlers:
                 signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
             raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
 
@@ -182,12 +178,12 @@ class Run:
             self.returns[i] += float(reward)
             self.lengths[i] += 1
             if terminated[i] or truncated[i]:
-                finite = math.isfinite(self.returns[i])  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": self.returns[i] if finite else None}
-                line |= {"length": self.lengths[i], "terminated": bool(terminated[i])}
-                self.files["episodes"].write(json.dumps(line) + "\n")
-                self.recent.extend([(self.returns[i], self.lengths[i])] if finite else [])
-                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
+                finite = math.isfinite(total)  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(terminated[i])}) + "\n")
+                self.recent.extend([(total, length)] if finite else [])
+                self.episodes += 1
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
@@ -203,8 +199,7 @@ class Run:
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
-        line |= {"episode_return": self.recent_mean(0), "episode_length": self.recent_mean(1)}
-        line |= {**losses, "learning_rate": learning_rate}
+        line |= {**self.means(), **losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
             import wandb
@@ -216,9 +211,10 @@ class Run:
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
-    def recent_mean(self, column: int) -> float | None:
-        """Mean return (0) or length (1) of the last 100 episodes; None while there is none."""
-        return round(math.fsum(row[column] for row in self.recent) / len(self.recent), 4) if self.recent else None
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
+        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
@@ -229,28 +225,26 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)
-        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
-        now = self.now() if kind is None or stopped else time.perf_counter()
-        first_step, opened = self.window or (self.global_step, now)
+        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
-        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates}
-        summary["fps"] = round((self.global_step - first_step) / (now - opened), 2) if now > opened else None
+        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(now - self.start, 3), "episodes": self.episodes}
-        summary |= {"episode_return": self.recent_mean(0), **self.about, "peak_memory_bytes": peak}
-        if self.device.type == "cuda":
-            summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        summary["status"] = "finished" if kind is None else "interrupted" if stopped else "failed"
+        summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
+        summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for file in (*self.files.values(), self.bar):
             file.close()
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{summary['fps']} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
-        print(f"{summary['status']} at step {self.global_step}: {self.folder}", flush=True)
+        print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        if stopped:
+        if status == "interrupted":
             sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
         if kind is FloatingPointError:
             sys.exit(f"error: {error}")

@@ -15,7 +15,6 @@ Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own r
 To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
 """
 
-import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -110,8 +109,7 @@ LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
     """Ends the program with one line on stderr and exit status 2."""
-    line = f"error: --{flag.replace('_', '-')} {value}: {allowed}"
-    print(" ".join(line.split()), file=sys.stderr)
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
     sys.exit(2)
 
 
@@ -156,8 +154,8 @@ class Run:
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
         while True:
-            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
             try:
+                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
                 self.folder.mkdir(parents=True)
                 break
             except FileExistsError:  # another run began within this second
@@ -167,17 +165,15 @@ class Run:
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        self.about["versions"] = {"python": platform.python_version()}
-        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
-            self.about["versions"][package] = None
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                self.about["versions"][package] = importlib.metadata.version(package)
+        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
+        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
+        self.about["versions"] = {"python": platform.python_version(), **versions}
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
         def interrupt(number, _frame):
-            for signal_number in (signal.SIGINT, signal.SIGTERM):
+            for signal_number in self.handlers:
                 signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
             raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
 
@@ -192,12 +188,12 @@ class Run:
             self.returns[i] += float(reward)
             self.lengths[i] += 1
             if terminated[i] or truncated[i]:
-                finite = math.isfinite(self.returns[i])  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": self.returns[i] if finite else None}
-                line |= {"length": self.lengths[i], "terminated": bool(terminated[i])}
-                self.files["episodes"].write(json.dumps(line) + "\n")
-                self.recent.extend([(self.returns[i], self.lengths[i])] if finite else [])
-                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
+                finite = math.isfinite(total)  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(terminated[i])}) + "\n")
+                self.recent.extend([(total, length)] if finite else [])
+                self.episodes += 1
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
@@ -213,8 +209,7 @@ class Run:
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
-        line |= {"episode_return": self.recent_mean(0), "episode_length": self.recent_mean(1)}
-        line |= {**losses, "learning_rate": learning_rate}
+        line |= {**self.means(), **losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
             import wandb
@@ -226,9 +221,10 @@ class Run:
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
-    def recent_mean(self, column: int) -> float | None:
-        """Mean return (0) or length (1) of the last 100 episodes; None while there is none."""
-        return round(math.fsum(row[column] for row in self.recent) / len(self.recent), 4) if self.recent else None
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
+        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
@@ -239,28 +235,26 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)
-        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
-        now = self.now() if kind is None or stopped else time.perf_counter()
-        first_step, opened = self.window or (self.global_step, now)
+        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
-        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates}
-        summary["fps"] = round((self.global_step - first_step) / (now - opened), 2) if now > opened else None
+        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(now - self.start, 3), "episodes": self.episodes}
-        summary |= {"episode_return": self.recent_mean(0), **self.about, "peak_memory_bytes": peak}
-        if self.device.type == "cuda":
-            summary["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        summary["status"] = "finished" if kind is None else "interrupted" if stopped else "failed"
+        summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
+        summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         for file in (*self.files.values(), self.bar):
             file.close()
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{summary['fps']} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
-        print(f"{summary['status']} at step {self.global_step}: {self.folder}", flush=True)
+        print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        if stopped:
+        if status == "interrupted":
             sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
         if kind is FloatingPointError:
             sys.exit(f"error: {error}")
@@ -450,12 +444,15 @@ class ReplayRing:
 
 
 # ---- Flat parameters ----
-def flatten(tensors: Mapping[str, torch.Tensor], batch_dims: int = 0) -> torch.Tensor:
+Parameters = Mapping[str, torch.Tensor]  # of a module, by name
+
+
+def flatten(tensors: Parameters, batch_dims: int = 0) -> torch.Tensor:
     """Joins tensors of shape [*batch, ...] into one of [*batch, P]; `batch_dims` says how many dimensions batch has."""
     return torch.cat([tensor.flatten(batch_dims) for tensor in tensors.values()], -1)
 
 
-def unflatten(flat: torch.Tensor, module: nn.Module) -> dict[str, torch.Tensor]:
+def unflatten(flat: torch.Tensor, module: nn.Module) -> Parameters:
     """Views of `flat`, [*batch, P], with the names and shapes of the module's parameters, [*batch, ...]."""
     named = dict(module.named_parameters())
     parts = flat.split([parameter.numel() for parameter in named.values()], -1)
@@ -492,8 +489,9 @@ class CompiledSACAgent:
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.args, self.device = args, device
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        low, high = (torch.as_tensor(bound, device=device) for bound in (env.action_space.low, env.action_space.high))
-        self.scale, self.bias = ((high - low) / 2).float(), ((high + low) / 2).float()
+        bounds = (env.action_space.low, env.action_space.high)
+        low, high = (torch.as_tensor(bound, dtype=torch.float32, device=device) for bound in bounds)
+        self.scale, self.bias = (high - low) / 2, (high + low) / 2
         # The modules give names and shapes; the parameters are flat vectors, the twin critics' the rows of one matrix
         self.actor_net = GaussianActor(observation_dim, self.action_dim)
         self.q_net, twin = (QNetwork(observation_dim, self.action_dim) for _ in range(2))
@@ -517,16 +515,12 @@ class CompiledSACAgent:
         moments = [tensor for adam in adams for tensor in (adam.first_moment, adam.second_moment, adam.powers)]
         return [self.actor, self.critics, self.target_critics, self.log_alpha, self.losses, self.ring.written, *moments]
 
-    def policy(
-        self, parameters: dict[str, torch.Tensor], observation: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def policy(self, parameters: Parameters, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
         mean, log_std = functional_call(self.actor_net, parameters, (observation,))
         return squashed_gaussian(mean, log_std, torch.randn_like(mean), self.scale, self.bias)
 
-    def q_values(
-        self, parameters: dict[str, torch.Tensor], observation: torch.Tensor, action: torch.Tensor
-    ) -> torch.Tensor:
+    def q_values(self, parameters: Parameters, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """Both critics' values; parameters [2, ...], [B, observation_dim], [B, A] -> [2, B]."""
         return vmap(lambda p: functional_call(self.q_net, p, (observation, action)))(parameters)
 
@@ -539,9 +533,8 @@ class CompiledSACAgent:
         What the host has to know goes out in one vector: the actions, whether one of those transitions is still to
         come, the losses of the updates before, α.
         """
-        action, _ = self.policy(
-            unflatten(self.actor, self.actor_net), self.ring.incoming[:, : self.ring.observation_dim]
-        )
+        observation = self.ring.incoming[:, : self.ring.observation_dim]
+        action, _ = self.policy(unflatten(self.actor, self.actor_net), observation)
         self.drawn.copy_(self.ring.draw(self.drawn.shape, ahead=self.args.num_envs))
         self.turn.zero_()
         must_wait = (self.drawn >= self.ring.written).any().float()
@@ -554,7 +547,10 @@ class CompiledSACAgent:
             torch.cuda.current_stream().synchronize()
         must_wait, *losses = self.inbox[-5:].tolist()
         action = self.inbox[:-5].view(self.args.num_envs, self.action_dim).numpy().copy()
-        return action, bool(must_wait), dict(zip(("qf_loss", "actor_loss", "alpha_loss", "alpha"), losses, strict=True))
+        losses = dict(zip(("qf_loss", "actor_loss", "alpha_loss", "alpha"), losses, strict=True))
+        if not self.args.autotune:
+            del losses["alpha_loss"]
+        return action, bool(must_wait), losses
 
     def update_critics(self, batch: TensorDict) -> None:
         """One step on the soft Bellman residual (eq. 5 and 6) of both critics."""
@@ -625,9 +621,8 @@ def main(args: Args) -> None:
         frequencies = (args.policy_frequency, args.target_network_frequency)
         period = min(math.lcm(*frequencies), args.total_timesteps)
         kinds = {tuple(n % frequency == 0 for frequency in frequencies) for n in range(period)}
-        steps = {"act": agent.act, "store": agent.store} | {
-            kind: partial(agent.update, *kind) for kind in sorted(kinds)
-        }
+        steps = {"act": agent.act, "store": agent.store}
+        steps |= {kind: partial(agent.update, *kind) for kind in sorted(kinds)}
         torch.compiler.set_stance("default")
         if args.compile:
             # Eager's random numbers, so that all variants draw the same
@@ -653,9 +648,8 @@ def main(args: Args) -> None:
                 run.updates += 1
 
         losses = {}
-        buffer.start(
-            np.stack([env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)], dtype=np.float32)
-        )
+        first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+        buffer.start(np.stack(first, dtype=np.float32))
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         while run.global_step < args.total_timesteps:
             # Act

@@ -70,3 +70,31 @@ def assert_same(ours, theirs):
     difference = (ours - theirs).abs()
     assert difference.max() < 1e-4
     assert (difference > 2e-6).float().mean() < 1e-3
+
+
+def assert_bootstrap(pair, end, matters):
+    """Whether shifting the target critics changes the critics' loss when all of the batch's `terminated` are `end`."""
+    losses = {"eager": [], "compiled": []}
+    for shift in (0.0, 0.05):
+        eager, compiled, batch, _ = pair()
+        batch["terminated"] = torch.full_like(batch["terminated"], end)
+        with torch.no_grad():
+            compiled.target_critics.add_(shift)
+            for parameter in eager.target_critics.parameters():
+                parameter.add_(shift)
+            compiled.update_critics(batch)
+        eager.update_critics(batch)
+        losses["compiled"].append(compiled.losses[0].item())
+        losses["eager"].append(eager.losses["qf_loss"].item())
+    for without, shifted in losses.values():
+        assert (abs(without - shifted) > 0.1) is matters
+
+
+def assert_targets_follow(compiled, *due):
+    """After an update with learning rates of 0 only the target critics have moved, by tau = 0.25."""
+    compiled.target_critics.add_(1.0)
+    before = [tensor.clone() for tensor in (compiled.actor, compiled.critics, compiled.target_critics)]
+    with torch.no_grad():
+        compiled.update(*due)
+    assert torch.equal(compiled.actor, before[0]) and torch.equal(compiled.critics, before[1])
+    assert torch.allclose(compiled.target_critics, before[2] - 0.25, atol=1e-6)

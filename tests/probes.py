@@ -4,6 +4,10 @@ import importlib
 
 import gymnasium as gym
 import numpy as np
+import pytest
+import torch
+
+from sac_continuous_action_torchcompile import unflatten
 
 GAMMA = 0.9
 
@@ -90,3 +94,27 @@ def train(monkeypatch, tmp_path, script, agent_class, **arguments):
     common = {"cuda": False, "gamma": GAMMA, "output_dir": str(tmp_path), "buffer_size": 500, "batch_size": 64}
     module.main(module.Args(**(common | arguments)))
     return agents[0]
+
+
+def assert_learned(agent, probe, mean_action):
+    """What SAC and TD3 must know of a probe: values by the critics, actions by `mean_action(observation)`."""
+
+    def q(observation, action):
+        tensors = torch.tensor([[float(observation)]]), torch.tensor([[float(action)]])
+        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
+        critics = agent.critics if is_eager else unflatten(agent.critics, agent.q_net)
+        return agent.q_values(critics, *tensors).mean().item()
+
+    if probe == "ConstantReward":
+        assert q(0, 0.5) == pytest.approx(1, abs=0.1)
+    if probe == "DelayedReward":
+        assert q(1, 0.5) == pytest.approx(1, abs=0.1)
+        assert q(0, 0.5) == pytest.approx(GAMMA, abs=0.1)
+    if probe == "ObservationReward":
+        assert q(1, 0.5) == pytest.approx(1, abs=0.15)
+        assert q(-1, 0.5) == pytest.approx(-1, abs=0.15)
+    if probe == "ActionReward":
+        assert mean_action(0) == pytest.approx(0.5, abs=0.25)
+    if probe == "BothReward":
+        assert mean_action(-1) == pytest.approx(0, abs=0.35)
+        assert mean_action(1) == pytest.approx(2, abs=0.35)

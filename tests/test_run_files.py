@@ -80,10 +80,8 @@ def assert_recorded(script, run):
     times = [line["wall_time"] for line in run.metrics]
     assert times == sorted(times) and times[0] > 0
     always = {"global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate"}
-    losses = set(run.metrics[-1]) - always
-    if not config.get("autotune", True):
-        losses.add("alpha_loss")  # there is none, or 0
-    assert losses == LOSSES[algorithm_of(script)] and always <= set(run.metrics[-1])
+    none = set() if config.get("autotune", True) else {"alpha_loss"}
+    assert set(run.metrics[-1]) - always == LOSSES[algorithm_of(script)] - none and always <= set(run.metrics[-1])
 
     # summary.json
     assert set(summary) == SUMMARY

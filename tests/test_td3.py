@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import agents
-from probes import GAMMA, train
+from probes import assert_learned, train
 from td3_continuous_action_torchcompile import unflatten
 
 NETWORKS = {name: name for name in ("actor", "critics", "target_actor", "target_critics")}
@@ -98,30 +98,12 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
 
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
     _, compiled, _, _ = pair(learning_rate=0.0, tau=0.25)
-    compiled.target_critics.add_(1.0)
-    before = [tensor.clone() for tensor in (compiled.actor, compiled.critics, compiled.target_critics)]
-    with torch.no_grad():
-        compiled.update(True)
-    assert torch.equal(compiled.actor, before[0]) and torch.equal(compiled.critics, before[1])
-    assert torch.allclose(compiled.target_critics, before[2] - 0.25, atol=1e-6)
+    agents.assert_targets_follow(compiled, True)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
 def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
-    losses = {"eager": [], "compiled": []}
-    for shift in (0.0, 0.05):
-        eager, compiled, batch, _ = pair()
-        batch["terminated"] = torch.full_like(batch["terminated"], end)
-        with torch.no_grad():
-            compiled.target_critics.add_(shift)
-            for parameter in eager.target_critics.parameters():
-                parameter.add_(shift)
-            compiled.update_critics(batch)
-        eager.update_critics(batch)
-        losses["compiled"].append(compiled.losses[0].item())
-        losses["eager"].append(eager.losses["qf_loss"].item())
-    for without, shifted in losses.values():
-        assert (abs(without - shifted) > 0.1) is matters
+    agents.assert_bootstrap(pair, end, matters)
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
@@ -134,28 +116,10 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
         learning_starts=150, learning_rate=2e-3, tau=0.05, exploration_noise=0.3,
     )  # fmt: skip
 
-    def q(observation, action):
-        tensors = torch.tensor([[float(observation)]]), torch.tensor([[float(action)]])
-        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
-        critics = agent.critics if is_eager else unflatten(agent.critics, agent.q_net)
-        return agent.q_values(critics, *tensors).mean().item()
-
     def mean_action(observation):
         observations = torch.full((1, 1), float(observation))
         is_eager = isinstance(agent.critics, torch.nn.ModuleList)
         actor = agent.actor if is_eager else unflatten(agent.actor, agent.actor_net)
         return agent.policy(actor, observations).mean().item()
 
-    if probe == "ConstantReward":
-        assert q(0, 0.5) == pytest.approx(1, abs=0.1)
-    if probe == "DelayedReward":
-        assert q(1, 0.5) == pytest.approx(1, abs=0.1)
-        assert q(0, 0.5) == pytest.approx(GAMMA, abs=0.1)
-    if probe == "ObservationReward":
-        assert q(1, 0.5) == pytest.approx(1, abs=0.15)
-        assert q(-1, 0.5) == pytest.approx(-1, abs=0.15)
-    if probe == "ActionReward":
-        assert mean_action(0) == pytest.approx(0.5, abs=0.25)
-    if probe == "BothReward":
-        assert mean_action(-1) == pytest.approx(0, abs=0.35)
-        assert mean_action(1) == pytest.approx(2, abs=0.35)
+    assert_learned(agent, probe, mean_action)
