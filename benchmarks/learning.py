@@ -5,10 +5,12 @@
     python benchmarks/learning.py collect runs/HalfCheetah-v4__*   run folders made in any other way
 
 `run` skips what has a result already and collects each run as it finishes. A result is
-benchmarks/results/learning/ENV__SCRIPT__VARIANT__STEPS__seedSEED.json: the run's arguments, versions and summary, every
-episode (as columns), the losses at 200 points at most, and the mean returns of the last 20 and 100 episodes.
+benchmarks/results/learning/ENV__SCRIPT__VARIANT__STEPS__seedSEED.json (with __ARGUMENT-VALUE before the seed for each
+hyperparameter that is not the script's default): the run's arguments, versions and summary, every episode (as columns),
+the losses at 200 points at most, and the mean returns of the last 20 and 100 episodes.
 """
 
+import ast
 import json
 import math
 import os
@@ -17,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +34,13 @@ PLAN = [
     {"script": "dqn_torchcompile", "flags": "--compile", "env_id": "CartPole-v1", "steps": 500_000, "seeds": [1, 2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
+    {
+        "script": TD3,
+        "flags": "--compile --learning-starts 5000",  # SAC's: its own 25,000 leave less than 60 % of this run to learn
+        "env_id": "InvertedPendulum-v4",
+        "steps": 60_000,
+        "seeds": [1, 2, 3],
+    },
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
@@ -41,6 +50,9 @@ PLAN = [
 NO_LOSS = ("global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate")
 NO_ARGUMENT = ("device", "device_name", "threads", "versions")
 PRIVATE = ("output_dir", "wandb_project", "wandb_entity")
+# Arguments that a result's name has anyway, or that leave what is learned alone
+NO_HYPERPARAMETER = ("seed", "env_id", "total_timesteps", "compile", "cudagraphs", "cuda", "torch_deterministic")
+NO_HYPERPARAMETER += ("track", "measure_burnin", *PRIVATE)
 LOSS_POINTS = 200
 
 
@@ -98,6 +110,15 @@ def losses_of(metrics: dict[str, list]) -> dict[str, list]:
     return thin({name: [metrics[name][row] for row in rows] for name in ("global_step", *names)}, LOSS_POINTS)
 
 
+def changed_from_defaults(script: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """The hyperparameters among `arguments` that differ from the defaults in the script's `Args`."""
+    nodes = ast.parse((SCRIPTS / f"{script}.py").read_text()).body
+    fields = [f for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Args" for f in node.body]
+    defaults = {f.target.id: ast.literal_eval(f.value) for f in fields if isinstance(f, ast.AnnAssign)}
+    names = [name for name in defaults if name in arguments and name not in NO_HYPERPARAMETER]
+    return {name: arguments[name] for name in names if arguments[name] != defaults[name]}
+
+
 def mean_of_last(returns: Sequence[float | None], count: int) -> float | None:
     last = [value for value in returns if value is not None][-count:]
     return round(math.fsum(last) / len(last), 4) if last else None
@@ -120,19 +141,22 @@ def collect(folder: Path) -> dict:
         raise ValueError(f"{folder}: has {len(returns)} episodes, where its summary counts {summary['episodes']}")
     arguments = {key: value for key, value in config.items() if key not in (*NO_ARGUMENT, *PRIVATE)}
     result = {"kind": "learning", "script": summary["script"], "variant": summary["variant"]}
-    result |= {"arguments": arguments, **{key: config[key] for key in NO_ARGUMENT}, "summary": summary}
+    result |= {"changed": changed_from_defaults(summary["script"], arguments), "arguments": arguments}
+    result |= {**{key: config[key] for key in NO_ARGUMENT}, "summary": summary}
     result |= {"return_last_20": mean_of_last(returns, 20), "return_last_100": mean_of_last(returns, 100)}
     return result | {"episodes": episodes, "losses": losses_of(read_columns(folder / "metrics.jsonl"))}
 
 
-def result_name(env_id: str, script: str, variant: str, steps: int, seed: int) -> str:
-    return f"{env_id.replace('/', '-')}__{script}__{variant}__{steps}__seed{seed}.json"
+def result_name(env_id: str, script: str, variant: str, steps: int, changed: Mapping[str, object], seed: int) -> str:
+    changes = "".join(f"__{name.replace('_', '-')}-{value}" for name, value in sorted(changed.items()))
+    return f"{env_id.replace('/', '-')}__{script}__{variant}__{steps}{changes}__seed{seed}.json"
 
 
 def name_of(result: dict) -> str:
     arguments = result["arguments"]
     script = (result["script"], result["variant"])
-    return result_name(arguments["env_id"], *script, arguments["total_timesteps"], arguments["seed"])
+    steps, seed = arguments["total_timesteps"], arguments["seed"]
+    return result_name(arguments["env_id"], *script, steps, result["changed"], seed)
 
 
 def write(result: dict, folder: Path, force: bool = False) -> Path:
@@ -159,6 +183,23 @@ def collect_all(args: CollectArgs) -> None:
 
 
 # ---- Running ----
+def arguments_of(flags: Sequence[str]) -> dict[str, object]:
+    """The arguments that flags like `--learning-starts 5000 --no-autotune` set."""
+    arguments = {}
+    for flag, value in zip(flags, [*flags[1:], "--"], strict=True):
+        if not flag.startswith("--"):
+            continue
+        name = flag[2:].replace("-", "_")
+        if not value.startswith("--"):
+            try:
+                arguments[name] = ast.literal_eval(value)
+            except (SyntaxError, ValueError):
+                arguments[name] = value
+        else:
+            arguments[name.removeprefix("no_")] = not name.startswith("no_")
+    return arguments
+
+
 def jobs_of(plan: Sequence[dict]) -> list[dict]:
     """One job a seed, with the name of its result; ends the program if the plan is not one."""
     jobs = []
@@ -171,17 +212,11 @@ def jobs_of(plan: Sequence[dict]) -> list[dict]:
         flags = shlex.split(entry["flags"])
         switches = [flag for flag in ("--compile", "--cudagraphs") if flag in flags]
         variant = next((name for name, needed in FLAGS.items() if needed and needed == switches), "eager")
+        changed = changed_from_defaults(entry["script"], arguments_of(flags))
         for seed in entry["seeds"]:
-            name = result_name(entry["env_id"], entry["script"], variant, entry["steps"], seed)
-            command = [
-                *flags,
-                "--env-id",
-                entry["env_id"],
-                "--total-timesteps",
-                str(entry["steps"]),
-                "--seed",
-                str(seed),
-            ]
+            name = result_name(entry["env_id"], entry["script"], variant, entry["steps"], changed, seed)
+            command = [*flags, "--env-id", entry["env_id"], "--total-timesteps", str(entry["steps"])]
+            command += ["--seed", str(seed)]
             jobs.append({"name": name, "script": entry["script"], "flags": command})
     return jobs
 

@@ -62,12 +62,13 @@ def newest(results: Path, kind: str) -> list[tuple[Path, dict]]:
 
 
 def learning_results(results: Path) -> dict[tuple, list[dict]]:
-    """The learning results by environment, script, variant and steps; in each group one a seed."""
+    """The learning results by environment, script, variant with changed arguments, and steps; in each one a seed."""
     groups = {}
     for path in sorted((results / "learning").glob("*.json")):
         result = load(path)
         arguments = result["arguments"]
-        key = (arguments["env_id"], result["script"], result["variant"], arguments["total_timesteps"])
+        flags = "".join(f", --{name.replace('_', '-')} {value}" for name, value in result["changed"].items())
+        key = (arguments["env_id"], result["script"], result["variant"] + flags, arguments["total_timesteps"])
         groups.setdefault(key, []).append(result)
     return {key: sorted(groups[key], key=lambda r: r["arguments"]["seed"]) for key in sorted(groups)}
 

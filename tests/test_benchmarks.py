@@ -337,6 +337,29 @@ def test_collect(tmp_path, results):
     assert "From the 2 files" in table and "A Processor, 1 thread" in table
 
 
+def test_what_is_not_a_default_is_in_the_name_and_in_the_table(tmp_path, results):
+    learning.main(
+        learning.CollectArgs(
+            folders=(
+                made_up_run_folder(tmp_path / "run", batch_size=7, gamma=0.99),
+                made_up_run_folder(tmp_path / "2"),
+            ),
+            results=results / "learning",
+        )
+    )
+    start = "CartPole-v1__dqn_torchcompile__compile__3000__"
+    assert {path.name for path in (results / "learning").iterdir()} == {
+        f"{start}batch-size-7__seed1.json",
+        f"{start}seed1.json",
+    }
+    table = tables.learning_table(results)
+    assert "| `dqn_torchcompile` | compile, --batch-size 7 | 3,000 |" in table
+    assert "| `dqn_torchcompile` | compile | 3,000 |" in table
+    plan = [{"script": "dqn_torchcompile", "flags": "--compile --batch-size 7 --gamma 0.99", "env_id": "CartPole-v1",
+             "steps": 3000, "seeds": [1]}]  # fmt: skip
+    assert learning.jobs_of(plan)[0]["name"] == f"{start}batch-size-7__seed1.json"
+
+
 def test_collect_refuses_what_is_not_finished(tmp_path, results, capsys):
     good = made_up_run_folder(tmp_path / "good")
     bad = made_up_run_folder(tmp_path / "bad", seed=2, status="interrupted")
@@ -353,7 +376,7 @@ def test_collect_refuses_what_is_not_finished(tmp_path, results, capsys):
 
 def test_collect_does_not_replace_a_run_with_other_arguments(tmp_path, results, capsys):
     first = made_up_run_folder(tmp_path / "first")
-    other = made_up_run_folder(tmp_path / "other", batch_size=7)
+    other = made_up_run_folder(tmp_path / "other", measure_burnin=7)
     for folders in ((first,), (first,)):
         learning.main(learning.CollectArgs(folders=folders, results=results / "learning"))
     with pytest.raises(SystemExit) as error:
@@ -364,14 +387,14 @@ def test_collect_does_not_replace_a_run_with_other_arguments(tmp_path, results, 
 
 def test_run_skips_what_has_a_result(results, capsys):
     jobs = learning.jobs_of(learning.PLAN)
-    assert len({job["name"] for job in jobs}) == len(jobs) == 15
+    assert len({job["name"] for job in jobs}) == len(jobs) == 18
     assert jobs[0]["name"] == "CartPole-v1__dqn_torchcompile__compile__500000__seed1.json"
     for job in jobs[:-1]:
         (results / "learning" / job["name"]).write_text("{}")
     learning.main(learning.RunArgs(results=results / "learning", dry_run=True))
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "15 jobs, 14 of which have a result already",
+        "18 jobs, 17 of which have a result already",
         "python leanrl/td3_continuous_action_torchcompile.py --compile --env-id HalfCheetah-v4 "
         "--total-timesteps 250000 --seed 1",
     ]
