@@ -12,9 +12,10 @@ This is `dqn.py` at full speed: one graph an update, the parameters one flat vec
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 
 Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns and fps are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -70,7 +71,7 @@ class Args:
     output_dir: str = "runs"
     """folder in which the run's own folder is made"""
     measure_burnin: int = 100
-    """environment steps after the first update before fps is measured"""
+    """environment steps after learning has started before fps is measured"""
 
     buffer_size: int = 10_000
     """capacity of the replay buffer, in transitions"""
@@ -151,15 +152,16 @@ class Run:
         self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        while True:
-            try:
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            while True:
                 self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-                self.folder.mkdir(parents=True)
-                break
-            except FileExistsError:  # another run began within this second
+                with contextlib.suppress(FileExistsError):  # another run began within this second
+                    self.folder.mkdir()
+                    break
                 time.sleep(0.1)
-            except OSError as error:
-                fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
@@ -480,8 +482,9 @@ class CompiledDQNAgent:
         self.overlaps = device.type == "cuda"  # updates run beside the environments
 
         # Between two updates the transitions are staged on the host: as many as fit before the next update
-        rows = -(-args.train_frequency // args.num_envs) * args.num_envs
+        rows = -(-min(args.train_frequency, args.target_network_frequency) // args.num_envs) * args.num_envs
         self.ring = ReplayRing(args.buffer_size, env, args.num_envs, rows, device)
+        # How many are staged before the next updates, and which of the batches drawn for these is the next
         self.ahead, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
         updates = -(-args.num_envs // args.train_frequency)
         self.drawn = torch.zeros(updates, args.batch_size, dtype=torch.long, device=device)
@@ -489,7 +492,9 @@ class CompiledDQNAgent:
         # What the host has to know, and its copies: the parameters it acts with, the losses, whether to wait
         self.must_wait = torch.zeros(1, dtype=torch.bool, device=device)
         self.outbox = [self.parameters, self.losses, self.must_wait]
-        self.inbox = [tensor.cpu().clone() for tensor in self.outbox] if self.overlaps else self.outbox
+        self.inbox = self.outbox
+        if self.overlaps or device.type == "cuda":
+            self.inbox = [tensor.cpu().clone() for tensor in self.outbox]
         if device.type == "cuda":
             self.inbox = [tensor.pin_memory() for tensor in self.inbox]
         layers = [layer.numpy() for layer in unflatten(self.inbox[0], self.q_net).values()]
@@ -531,7 +536,7 @@ class CompiledDQNAgent:
         self.turn.add_(1)
 
     def store_and_update(self) -> None:
-        """The same where no update overlaps with anything."""
+        """Stores, then an update on a batch of its own: where there is nothing to run it beside."""
         self.store()
         self.update_on(self.ring.draw((self.args.batch_size,), ahead=0))
 
@@ -607,8 +612,9 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # The next block of steps ends with an update, of the network or its target, or with a line of metrics
             frequencies = (args.train_frequency, args.target_network_frequency)
-            due = min(args.total_timesteps, *((run.global_step // every + 1) * every for every in frequencies))
-            due = min(due, max(run.next_log, run.global_step + 1))
+            ends = [(run.global_step // every + 1) * every for every in frequencies]
+            ends += [step for step in (max(run.next_log, 1), run.window_opens) if step > run.global_step]
+            due = min(args.total_timesteps, *ends)
             rows = -(-(due - run.global_step) // args.num_envs) * args.num_envs
             end = run.global_step + rows
             is_learning = end > args.learning_starts
@@ -637,8 +643,8 @@ def main(args: Args) -> None:
                 # Step and stage; where an episode has ended, the next one begins
                 for i, env in enumerate(envs):
                     next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                    last_observation = np.array(next_observation) if truncated[i] and not terminated[i] else None
                     observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-                    last_observation = next_observation if truncated[i] and not terminated[i] else None
                     buffer.add(row + i, observation[i], action[i], rewards[i], terminated[i], last_observation)
                 run.step(rewards, terminated, truncated)
 

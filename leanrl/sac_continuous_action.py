@@ -11,9 +11,10 @@ This is the eager reference; `sac_continuous_action_torchcompile.py` is the same
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v4 --seed 1
 
 Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own returns and fps are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import contextlib
 import copy
 import difflib
 import importlib.metadata
@@ -68,7 +69,7 @@ class Args:
     output_dir: str = "runs"
     """folder in which the run's own folder is made"""
     measure_burnin: int = 100
-    """environment steps after the first update before fps is measured"""
+    """environment steps after learning has started before fps is measured"""
 
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions"""
@@ -144,15 +145,16 @@ class Run:
         self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        while True:
-            try:
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            while True:
                 self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-                self.folder.mkdir(parents=True)
-                break
-            except FileExistsError:  # another run began within this second
+                with contextlib.suppress(FileExistsError):  # another run began within this second
+                    self.folder.mkdir()
+                    break
                 time.sleep(0.1)
-            except OSError as error:
-                fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}

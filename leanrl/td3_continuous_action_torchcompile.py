@@ -13,9 +13,10 @@ This is `td3_continuous_action.py` at full speed: one graph an update, the param
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published return at 1M steps (CleanRL): HalfCheetah-v4 9,583 ± 126. Our own returns and fps are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and the lines that use `run`.
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -71,7 +72,7 @@ class Args:
     output_dir: str = "runs"
     """folder in which the run's own folder is made"""
     measure_burnin: int = 100
-    """environment steps after the first update before fps is measured"""
+    """environment steps after learning has started before fps is measured"""
 
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions"""
@@ -150,15 +151,16 @@ class Run:
         self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        while True:
-            try:
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            while True:
                 self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-                self.folder.mkdir(parents=True)
-                break
-            except FileExistsError:  # another run began within this second
+                with contextlib.suppress(FileExistsError):  # another run began within this second
+                    self.folder.mkdir()
+                    break
                 time.sleep(0.1)
-            except OSError as error:
-                fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
@@ -512,11 +514,12 @@ class CompiledTD3Agent:
         self.ring.write()
 
     def act(self) -> None:
-        """Acts on the newest observations with exploration noise, and draws the transitions for this step's updates.
+        """Stores, acts on the newest observations with exploration noise, and draws for the updates of this step.
 
         What the host has to know goes out in one vector: the actions, whether one of those transitions is still to
         come, the losses of the updates before.
         """
+        self.store()
         observation = self.ring.incoming[:, : self.ring.observation_dim]
         action = self.policy(unflatten(self.actor, self.actor_net), observation)
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
@@ -553,7 +556,7 @@ class CompiledTD3Agent:
         self.critic_adam.update(flatten(gradient, batch_dims=1))
 
     def update_actor(self, batch: TensorDict) -> None:
-        """One step of the policy up the first critic's value (the deterministic policy gradient, eq. 2)."""
+        """One step of the policy up the first critic's value (the deterministic policy gradient, eq. 1)."""
         critic = unflatten(self.critics[0], self.q_net)
 
         def loss(actor):
@@ -639,16 +642,16 @@ def main(args: Args) -> None:
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
                 observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                last_observation = observation if truncated[i] and not terminated[i] else None
+                last_observation = np.array(observation) if truncated[i] and not terminated[i] else None
                 observation = env.reset()[0] if terminated[i] or truncated[i] else observation
                 buffer.add(i, observation, action[i], rewards[i], terminated[i], last_observation)
             buffer.upload()
-            steps["store"]()
             run.step(rewards, terminated, truncated)
-
+            if must_wait or not is_learning:  # else the next `act` stores
+                steps["store"]()
             if must_wait:
                 learn()
-            if run.global_step >= args.total_timesteps:  # the last losses come with one more call
+            if run.updates and run.global_step >= args.total_timesteps:  # the last losses come with one more call
                 steps["act"]()
                 losses = agent.receive()[2]
             run.log(losses, args.learning_rate)

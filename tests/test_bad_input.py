@@ -157,7 +157,8 @@ def test_track_without_wandb(refused, monkeypatch, script):
 def test_output_dir_that_cannot_be_written_to(refused, tmp_path, script):
     (tmp_path / "file").write_text("in the way")
     small = ["--env-id", "Counter" + ("Discrete-v0" if script in DISCRETE else "Continuous-v0"), "--buffer-size", "100"]
-    for folder in ("file", "file/runs", "x" * 300):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for folder in ("file", "file/runs", "dangling", "x" * 300):
         err = refused(script, *small, "--no-cuda", "--output-dir", folder)
         assert f"--output-dir {folder}: " in err and "can be written to" in err
     assert (tmp_path / "file").read_text() == "in the way"

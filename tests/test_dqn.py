@@ -104,22 +104,25 @@ def test_updates_beside_the_environments_make_the_same_run(
     """What a GPU does, here on the CPU: an update may begin early, but it is that of the same step."""
     flags = ["--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, "--num-envs"]
     flags += [num_envs, "--train-frequency", train_frequency, "--target-network-frequency", target_frequency]
-    ended, waits = [], []
+    ended, early = [], []
 
     class Overlapping(dqn_torchcompile.CompiledDQNAgent):
         overlaps = property(lambda self: True, lambda self, value: None)
 
-        def receive(self):
-            losses, must_wait = super().receive()
-            waits.append(must_wait)
-            return losses, must_wait
+        def draw(self):
+            self.added_before = self.ring.added
+            super().draw()
+
+        def update_on(self, numbers):
+            early.append(self.ring.added == self.added_before)
+            super().update_on(numbers)
 
     for agent_class in (dqn_torchcompile.CompiledDQNAgent, Overlapping):
         made = lambda *a, c=agent_class: ended.append(c(*a)) or ended[-1]  # noqa: E731
         monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", made)
         ended.append(launch("dqn_torchcompile", *flags, env_id="CartPole-v1"))
     one, first, other, second = ended
-    assert {True, False} == set(waits), "updates of both kinds"
+    assert {True, False} == set(early), "updates before and after the steps that lead up to them"
     assert first.summary["updates"] == second.summary["updates"] > 45
     assert first.episodes == second.episodes and len(first.episodes) > 5
     for name in ("parameters", "target_parameters", "losses"):
