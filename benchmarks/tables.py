@@ -200,9 +200,8 @@ def plot(results: Path, output: Path) -> None:
     environments = sorted({key[0] for key in groups})
     kinds = sorted({key[1:3] for key in groups})
     colours = dict(zip(kinds, ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"] * len(kinds)))
-    figure = Figure(figsize=(4.6 * len(environments), 3.6), layout="constrained")
+    figure, labelled = Figure(figsize=(4.6 * len(environments), 4.2), layout="constrained"), set()
     for axes, environment in zip(figure.subplots(1, len(environments), squeeze=False)[0], environments):
-        labelled = set()
         for (env_id, *kind, _), group in groups.items():
             if env_id != environment:
                 continue
@@ -210,7 +209,7 @@ def plot(results: Path, output: Path) -> None:
                 episodes = result["episodes"]
                 rows = zip(episodes.get("global_step", []), episodes.get("return", []))
                 rows = [(step / 1000, value) for step, value in rows if value is not None]
-                label = f"{kind[0]}, {kind[1]}" if tuple(kind) not in labelled else None
+                label = f"{kind[0]}, {kind[1]}" if tuple(kind) not in labelled else None  # each kind once
                 labelled.add(tuple(kind))
                 smoothed = smooth([value for _, value in rows], SMOOTHING)
                 colour = colours[tuple(kind)]
@@ -221,7 +220,7 @@ def plot(results: Path, output: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.margins(x=0.01)
-        axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     figure.savefig(output, dpi=150, metadata={"Software": None})
     print(f"learning curves, one line a seed: {output}")
 

@@ -100,3 +100,18 @@ def assert_targets_follow(compiled, *due):
         compiled.update(*due)
     assert torch.equal(compiled.actor, before[0]) and torch.equal(compiled.critics, before[1])
     assert torch.allclose(compiled.target_critics, before[2] - 0.25, atol=1e-6)
+
+
+def assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times):
+    """With --policy-frequency 3 each third update of the critics, the first among them, is followed by `times` ones."""
+    agent_class, seen = getattr(importlib.import_module(script), agent_class), []
+    for name in ("update_critics", "update_actor"):
+        update = getattr(agent_class, name)
+        patched = lambda agent, batch, name=name, update=update: seen.append(name) or update(agent, batch)  # noqa: E731
+        monkeypatch.setattr(agent_class, name, patched)
+    flags = ["--total-timesteps", 120, "--learning-starts", 100, "--num-envs", 2, "--policy-frequency", 3]
+    run = launch(script, *flags, "--buffer-size", 200, "--batch-size", 8)
+    expected = []
+    for n in range(run.summary["updates"]):
+        expected += ["update_critics"] + (["update_actor"] * times if n % 3 == 0 else [])
+    assert seen == expected and len(seen) > 20

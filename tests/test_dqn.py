@@ -1,5 +1,6 @@
 """DQN: its schedule, its loss and update, eager and compiled, and what it learns on probes."""
 
+import importlib
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 import agents
 import dqn_torchcompile
+import environments
 from dqn import linear_schedule, times_due
 from dqn_torchcompile import unflatten
 from probes import GAMMA, train
@@ -95,6 +97,21 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
     assert compiled.adam.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_target_network_is_renewed_when_due(launch, monkeypatch, script, agent_class):
+    agent_class, seen = getattr(importlib.import_module(script), agent_class), []
+    renew = agent_class.update_target
+
+    def noting(agent):
+        seen.append(sum(env.steps for env in environments.Counter.made))
+        renew(agent)
+
+    monkeypatch.setattr(agent_class, "update_target", noting)
+    flags = ["--total-timesteps", 300, "--learning-starts", 100, "--num-envs", 3, "--target-network-frequency", 7]
+    launch(script, *flags, "--train-frequency", 10, "--buffer-size", 100, "--batch-size", 8)
+    assert seen == [n for n in range(3, 301, 3) if n > 100 for _ in range(n // 7 - (n - 3) // 7)] and len(seen) > 25
 
 
 @pytest.mark.parametrize("num_envs, train_frequency, target_frequency", [(1, 10, 25), (3, 10, 7), (4, 2, 6)])

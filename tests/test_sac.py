@@ -121,6 +121,11 @@ def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
     agents.assert_targets_follow(compiled, True, True)
 
 
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
+    agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=3)
+
+
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
 def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
     agents.assert_bootstrap(pair, end, matters)
