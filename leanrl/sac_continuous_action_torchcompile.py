@@ -628,7 +628,7 @@ def main(args: Args) -> None:
         steps |= {kind: partial(agent.update, *kind) for kind in sorted(kinds)}
         torch.compiler.set_stance("default")
         if args.compile:
-            # Eager's random numbers: all variants draw the same. Trying the CPU's vector units out would take 10 s
+            # Eager's random numbers: all variants draw the same. Trying the CPU's vector units out only takes time
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             steps = {name: torch.compile(step, fullgraph=True, options=options) for name, step in steps.items()}
         if args.cudagraphs:

@@ -282,6 +282,13 @@ def test_the_readme_is_up_to_date(capsys):
     tables.main(tables.Args(check=True))
 
 
+def test_the_output_that_the_readme_shows_is_that_of_the_recorded_run():
+    run = json.loads((ROOT / "benchmarks" / "results" / "first_run.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert f"return {run['episode_return']} (mean of the last {run['episodes']} of" in readme
+    assert f"{run['fps']} steps/s on {run['device_name']}, warm-up {run['warmup_seconds']} s" in readme
+
+
 def test_no_result_names_a_folder_of_a_machine():
     for path in (ROOT / "benchmarks").rglob("*.json"):
         for folder in ('"/', "/home/", "/Users/", "/tmp/"):
