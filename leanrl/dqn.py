@@ -378,6 +378,7 @@ class DQNAgent:
 
 def main(args: Args) -> None:
     check_args(args)
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)

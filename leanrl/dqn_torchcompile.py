@@ -400,13 +400,14 @@ class ReplayRing:
         slot = (self.written + self.row) % self.slots
         next_slot = (slot + self.num_envs) % self.slots
         self.observations[next_slot] = observation.to(self.observations.dtype)
-        self.transitions[slot] = TensorDict(
-            action=action.view(-1, *self.action_space.shape).to(self.transitions["action"].dtype),
-            reward=reward,
-            terminated=terminated.bool(),
-            next_slot=torch.where(index < 0, next_slot, self.slots + index.int()).int(),
-            batch_size=slot.shape,
-        )
+        transitions = {
+            "action": action.view(-1, *self.action_space.shape),
+            "reward": reward,
+            "terminated": terminated,
+            "next_slot": torch.where(index < 0, next_slot, self.slots + index.int()),
+        }
+        for name, value in transitions.items():
+            self.transitions[name][slot] = value.to(self.transitions[name].dtype)
         self.written.add_(in_use.sum().long())
         self.incoming[:, -1] = 0  # a second call would change nothing
 
@@ -416,30 +417,42 @@ class ReplayRing:
         oldest = torch.maximum(self.oldest, newest - self.capacity)
         return oldest + torch.randint(2**62, shape, device=self.device) % (newest - oldest)
 
-    def gather(self, number: torch.Tensor) -> TensorDict:
-        """The transitions of these numbers; [B] -> TensorDict of [B], all but integer actions in float32."""
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...], all but integer actions in float32."""
         slot = number % self.slots
-        batch = self.transitions[slot]
-        batch["terminated"] = batch["terminated"].float()
-        batch["observation"] = self.observations[slot].float()
-        batch["next_observation"] = self.observations[batch["next_slot"].long()].float()
-        return batch
+        next_slot = self.transitions["next_slot"][slot].long()
+        return {
+            "observation": self.observations[slot].float(),
+            "next_observation": self.observations[next_slot].float(),
+            "action": self.transitions["action"][slot],
+            "reward": self.transitions["reward"][slot],
+            "terminated": self.transitions["terminated"][slot].float(),
+        }
 
 
 # ---- Flat parameters ----
-Parameters = Mapping[str, torch.Tensor]  # of a module, by name
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
 
+    Matrices lie transposed in it, as the backward pass yields their gradients.
+    """
 
-def flatten(tensors: Parameters, batch_dims: int = 0) -> torch.Tensor:
-    """Joins tensors of shape [*batch, ...] into one of [*batch, P]; `batch_dims` says how many dimensions batch has."""
-    return torch.cat([tensor.flatten(batch_dims) for tensor in tensors.values()], -1)
+    def __init__(self, module: nn.Module):
+        parameters = dict(module.named_parameters())
+        self.module, self.matrices = module, {name for name, tensor in parameters.items() if tensor.ndim == 2}
+        parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
+        self.shapes = {name: part.shape for name, part in parts.items()}
+        self.sizes = [part.numel() for part in parts.values()]
+        self.initial = torch.cat([part.flatten() for part in parts.values()])
 
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `flat`, [P], with the names and shapes of the module's parameters."""
+        parts = zip(self.shapes.items(), flat.split(self.sizes), strict=True)
+        views = {name: part.view(shape) for (name, shape), part in parts}
+        return {name: view.mT if name in self.matrices else view for name, view in views.items()}
 
-def unflatten(flat: torch.Tensor, module: nn.Module) -> Parameters:
-    """Views of `flat`, [*batch, P], with the names and shapes of the module's parameters, [*batch, ...]."""
-    named = dict(module.named_parameters())
-    parts = flat.split([parameter.numel() for parameter in named.values()], -1)
-    return {name: part.unflatten(-1, named[name].shape) for name, part in zip(named, parts, strict=True)}
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        return functional_call(self.module, self.split(flat), inputs, tie_weights=False)
 
 
 class Adam:
@@ -473,9 +486,8 @@ class CompiledDQNAgent:
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.args, self.device = args, device
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
-        # The module gives names and shapes; the parameters are one flat vector
-        self.q_net = DiscreteQNetwork(observation_dim, actions)
-        self.parameters = flatten(dict(self.q_net.named_parameters())).to(device)
+        self.q_net = FlatModule(DiscreteQNetwork(observation_dim, actions))
+        self.parameters = self.q_net.initial.to(device)
         self.target_parameters = self.parameters.clone()
         self.adam = Adam(self.parameters, args.learning_rate)
         self.losses = torch.zeros(2, device=device)
@@ -497,7 +509,7 @@ class CompiledDQNAgent:
             self.inbox = [tensor.cpu().clone() for tensor in self.outbox]
         if device.type == "cuda":
             self.inbox = [tensor.pin_memory() for tensor in self.inbox]
-        layers = [layer.numpy() for layer in unflatten(self.inbox[0], self.q_net).values()]
+        layers = [layer.numpy() for layer in self.q_net.split(self.inbox[0]).values()]
         self.host_layers = list(zip(layers[::2], layers[1::2], strict=True))
 
     def state(self) -> list[torch.Tensor]:
@@ -512,14 +524,14 @@ class CompiledDQNAgent:
             observation = np.maximum(observation @ hidden_weight.T + hidden_bias, 0)
         return (observation @ weight.T + bias).argmax(1).tolist()
 
-    def receive(self) -> tuple[dict[str, float], bool]:
+    def receive(self) -> tuple[dict[str, torch.Tensor], bool]:
         """Brings the newest parameters to `act`; the losses, and whether a transition just drawn is still to come."""
         for host, device in zip(self.inbox, self.outbox, strict=True):
             if host is not device:
                 host.copy_(device, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return dict(zip(("td_loss", "q_value"), self.inbox[1].tolist(), strict=True)), self.inbox[2].item()
+        return dict(zip(("td_loss", "q_value"), self.inbox[1], strict=True)), bool(self.inbox[2])
 
     def store(self) -> None:
         self.ring.write()
@@ -543,18 +555,17 @@ class CompiledDQNAgent:
     def update_on(self, numbers: torch.Tensor) -> None:
         """One step on the squared temporal-difference error (algorithm 1) of these transitions, [B]."""
         batch = self.ring.gather(numbers)
-        target_parameters = unflatten(self.target_parameters, self.q_net)
-        next_value = functional_call(self.q_net, target_parameters, (batch["next_observation"],)).max(1).values
+        next_value = self.q_net(self.target_parameters, batch["next_observation"]).max(1).values
         target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
 
         def loss(parameters):
-            q = functional_call(self.q_net, parameters, (batch["observation"],))
+            q = self.q_net(parameters, batch["observation"])
             q = q.gather(1, batch["action"][:, None].long()).squeeze(1)
             return (q - target).square().mean(), q.mean()
 
-        gradient, (value, q_value) = grad_and_value(loss, has_aux=True)(unflatten(self.parameters, self.q_net))
+        gradient, (value, q_value) = grad_and_value(loss, has_aux=True)(self.parameters)
         self.losses[0], self.losses[1] = value, q_value
-        self.adam.update(flatten(gradient))
+        self.adam.update(gradient)
 
     def update_target(self) -> None:
         self.target_parameters.lerp_(self.parameters, self.args.tau)
@@ -563,6 +574,7 @@ class CompiledDQNAgent:
 @torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -584,11 +596,14 @@ def main(args: Args) -> None:
         steps = {"store": agent.store, "draw": agent.draw, "update": agent.update}
         if not agent.overlaps:
             steps = {"store": agent.store, "update": agent.store_and_update}
-        torch.compiler.set_stance("default")
         if args.compile:
-            # Eager's random numbers: all variants draw the same. Trying the CPU's vector units out only takes time
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. What
+            # guards look at can't change during a run; steps that an earlier run left in this process must go
+            torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            steps = {name: torch.compile(step, fullgraph=True, options=options) for name, step in steps.items()}
+            options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+            for name, step in steps.items():
+                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
@@ -600,8 +615,6 @@ def main(args: Args) -> None:
                     step()
             for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
                 tensor.copy_(value)
-            # All is compiled: from here on, in this process, only the guards that tell the steps apart are checked
-            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
             run.warmup_seconds = run.now() - started
 
         losses = {}
@@ -657,7 +670,7 @@ def main(args: Args) -> None:
             run.updates += updates
             for _ in range(times_due(end, args.num_envs, args.target_network_frequency) if is_learning else 0):
                 agent.update_target()
-            if run.updates and (not agent.overlaps or run.global_step >= args.total_timesteps):
+            if run.updates and (not losses or run.global_step >= args.total_timesteps):
                 losses, _ = agent.receive()
             run.log(losses | {"epsilon": epsilon}, args.learning_rate)
 

@@ -442,6 +442,7 @@ class SACAgent:
 
 def main(args: Args) -> None:
     check_args(args)
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

@@ -33,7 +33,6 @@ import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -405,13 +404,14 @@ class ReplayRing:
         slot = (self.written + self.row) % self.slots
         next_slot = (slot + self.num_envs) % self.slots
         self.observations[next_slot] = observation.to(self.observations.dtype)
-        self.transitions[slot] = TensorDict(
-            action=action.view(-1, *self.action_space.shape).to(self.transitions["action"].dtype),
-            reward=reward,
-            terminated=terminated.bool(),
-            next_slot=torch.where(index < 0, next_slot, self.slots + index.int()).int(),
-            batch_size=slot.shape,
-        )
+        transitions = {
+            "action": action.view(-1, *self.action_space.shape),
+            "reward": reward,
+            "terminated": terminated,
+            "next_slot": torch.where(index < 0, next_slot, self.slots + index.int()),
+        }
+        for name, value in transitions.items():
+            self.transitions[name][slot] = value.to(self.transitions[name].dtype)
         self.written.add_(in_use.sum().long())
         self.incoming[:, -1] = 0  # a second call would change nothing
 
@@ -421,30 +421,42 @@ class ReplayRing:
         oldest = torch.maximum(self.oldest, newest - self.capacity)
         return oldest + torch.randint(2**62, shape, device=self.device) % (newest - oldest)
 
-    def gather(self, number: torch.Tensor) -> TensorDict:
-        """The transitions of these numbers; [B] -> TensorDict of [B], all but integer actions in float32."""
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...], all but integer actions in float32."""
         slot = number % self.slots
-        batch = self.transitions[slot]
-        batch["terminated"] = batch["terminated"].float()
-        batch["observation"] = self.observations[slot].float()
-        batch["next_observation"] = self.observations[batch["next_slot"].long()].float()
-        return batch
+        next_slot = self.transitions["next_slot"][slot].long()
+        return {
+            "observation": self.observations[slot].float(),
+            "next_observation": self.observations[next_slot].float(),
+            "action": self.transitions["action"][slot],
+            "reward": self.transitions["reward"][slot],
+            "terminated": self.transitions["terminated"][slot].float(),
+        }
 
 
 # ---- Flat parameters ----
-Parameters = Mapping[str, torch.Tensor]  # of a module, by name
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
 
+    Matrices lie transposed in it, as the backward pass yields their gradients.
+    """
 
-def flatten(tensors: Parameters, batch_dims: int = 0) -> torch.Tensor:
-    """Joins tensors of shape [*batch, ...] into one of [*batch, P]; `batch_dims` says how many dimensions batch has."""
-    return torch.cat([tensor.flatten(batch_dims) for tensor in tensors.values()], -1)
+    def __init__(self, module: nn.Module):
+        parameters = dict(module.named_parameters())
+        self.module, self.matrices = module, {name for name, tensor in parameters.items() if tensor.ndim == 2}
+        parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
+        self.shapes = {name: part.shape for name, part in parts.items()}
+        self.sizes = [part.numel() for part in parts.values()]
+        self.initial = torch.cat([part.flatten() for part in parts.values()])
 
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `flat`, [P], with the names and shapes of the module's parameters."""
+        parts = zip(self.shapes.items(), flat.split(self.sizes), strict=True)
+        views = {name: part.view(shape) for (name, shape), part in parts}
+        return {name: view.mT if name in self.matrices else view for name, view in views.items()}
 
-def unflatten(flat: torch.Tensor, module: nn.Module) -> Parameters:
-    """Views of `flat`, [*batch, P], with the names and shapes of the module's parameters, [*batch, ...]."""
-    named = dict(module.named_parameters())
-    parts = flat.split([parameter.numel() for parameter in named.values()], -1)
-    return {name: part.unflatten(-1, named[name].shape) for name, part in zip(named, parts, strict=True)}
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        return functional_call(self.module, self.split(flat), inputs, tie_weights=False)
 
 
 class Adam:
@@ -480,14 +492,15 @@ class CompiledTD3Agent:
         bounds = (env.action_space.low, env.action_space.high)
         self.low, self.high = (torch.as_tensor(bound, dtype=torch.float32, device=device) for bound in bounds)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
-        # The modules give names and shapes; the parameters are flat vectors, the twin critics' the rows of one matrix
-        self.actor_net = DeterministicActor(observation_dim, self.action_dim)
-        self.q_net, twin = (QNetwork(observation_dim, self.action_dim) for _ in range(2))
-        self.actor = flatten(dict(self.actor_net.named_parameters())).to(device)
-        self.critics = torch.stack([flatten(dict(net.named_parameters())) for net in (self.q_net, twin)]).to(device)
+        # The parameters of the twin critics are the rows of one matrix
+        self.actor_net = FlatModule(DeterministicActor(observation_dim, self.action_dim))
+        self.q_net, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
+        self.actor = self.actor_net.initial.to(device)
+        self.critics = torch.stack([self.q_net.initial, twin.initial]).to(device)
         self.target_actor, self.target_critics = self.actor.clone(), self.critics.clone()
         self.actor_adam, self.critic_adam = (Adam(net, args.learning_rate) for net in (self.actor, self.critics))
         self.losses = torch.zeros(2, device=device)
+        self.overlaps = device.type == "cuda"  # updates run beside the environments
 
         self.ring = ReplayRing(args.buffer_size, env, args.num_envs, args.num_envs, device)
         self.drawn = torch.zeros(args.num_envs, args.batch_size, dtype=torch.long, device=device)
@@ -502,31 +515,34 @@ class CompiledTD3Agent:
         networks = [self.actor, self.critics, self.target_actor, self.target_critics]
         return [*networks, self.losses, self.ring.written, *moments]
 
-    def policy(self, parameters: Parameters, observation: torch.Tensor) -> torch.Tensor:
+    def policy(self, parameters: torch.Tensor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
-        return functional_call(self.actor_net, parameters, (observation,)) * self.scale + self.bias
+        return self.actor_net(parameters, observation) * self.scale + self.bias
 
-    def q_values(self, parameters: Parameters, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """Both critics' values; parameters [2, ...], [B, observation_dim], [B, A] -> [2, B]."""
-        return vmap(lambda p: functional_call(self.q_net, p, (observation, action)))(parameters)
+    def q_values(self, parameters: torch.Tensor, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Both critics' values; [2, P], [B, observation_dim], [B, A] -> [2, B]."""
+        return vmap(lambda critic: self.q_net(critic, observation, action))(parameters)
 
     def store(self) -> None:
         self.ring.write()
 
     def act(self) -> None:
-        """Stores, acts on the newest observations with exploration noise, and draws for the updates of this step.
+        """Acts on the newest observations with exploration noise; where updates overlap, stores and draws as well.
 
-        What the host has to know goes out in one vector: the actions, whether one of those transitions is still to
-        come, the losses of the updates before.
+        What the host has to know goes out in one vector: the actions, whether the updates must wait for a transition
+        that is still to come, the losses of the updates before.
         """
-        self.store()
+        must_wait = torch.ones((), device=self.device)
+        if self.overlaps:
+            self.store()
         observation = self.ring.incoming[:, : self.ring.observation_dim]
-        action = self.policy(unflatten(self.actor, self.actor_net), observation)
+        action = self.policy(self.actor, observation)
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
         action = action.clamp(self.low, self.high)
-        self.drawn.copy_(self.ring.draw(self.drawn.shape, ahead=self.args.num_envs))
-        self.turn.zero_()
-        must_wait = (self.drawn >= self.ring.written).any().float()
+        if self.overlaps:
+            self.drawn.copy_(self.ring.draw(self.drawn.shape, ahead=self.args.num_envs))
+            self.turn.zero_()
+            must_wait = (self.drawn >= self.ring.written).any().float()
         self.outbox.copy_(torch.cat([action.flatten(), must_wait[None], self.losses]))
 
     def receive(self) -> tuple[np.ndarray, bool, dict[str, float]]:
@@ -538,48 +554,64 @@ class CompiledTD3Agent:
         action = self.inbox[:-3].view(self.args.num_envs, self.action_dim).numpy().copy()
         return action, bool(must_wait), dict(zip(("qf_loss", "actor_loss"), losses, strict=True))
 
-    def update_critics(self, batch: TensorDict) -> None:
+    def update_critics(self, batch: dict[str, torch.Tensor]) -> None:
         """One step of both critics towards the clipped double-Q target with smoothed target actions (algorithm 1)."""
-        next_action = self.policy(unflatten(self.target_actor, self.actor_net), batch["next_observation"])
+        next_action = self.policy(self.target_actor, batch["next_observation"])
         noise = torch.randn_like(next_action) * self.args.policy_noise
         noise = noise.clamp(-self.args.noise_clip, self.args.noise_clip) * self.scale
         next_action = (next_action + noise).clamp(self.low, self.high)
-        targets = unflatten(self.target_critics, self.q_net)
-        next_value = self.q_values(targets, batch["next_observation"], next_action).min(0).values
+        next_value = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
         target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
 
         def loss(critics):
             q = self.q_values(critics, batch["observation"], batch["action"])
             return (q - target).square().mean(1).sum()
 
-        gradient, self.losses[0] = grad_and_value(loss)(unflatten(self.critics, self.q_net))
-        self.critic_adam.update(flatten(gradient, batch_dims=1))
+        gradient, self.losses[0] = grad_and_value(loss)(self.critics)
+        self.critic_adam.update(gradient)
 
-    def update_actor(self, batch: TensorDict) -> None:
+    def update_actor(self, batch: dict[str, torch.Tensor]) -> None:
         """One step of the policy up the first critic's value (the deterministic policy gradient, eq. 1)."""
-        critic = unflatten(self.critics[0], self.q_net)
 
         def loss(actor):
             action = self.policy(actor, batch["observation"])
-            return -functional_call(self.q_net, critic, (batch["observation"], action)).mean()
+            return -self.q_net(self.critics[0], batch["observation"], action).mean()
 
-        gradient, self.losses[1] = grad_and_value(loss)(unflatten(self.actor, self.actor_net))
-        self.actor_adam.update(flatten(gradient))
+        gradient, self.losses[1] = grad_and_value(loss)(self.actor)
+        self.actor_adam.update(gradient)
+
+    def next_batch(self) -> dict[str, torch.Tensor]:
+        """The transitions for the next update; [batch_size]."""
+        if self.overlaps:
+            numbers = self.drawn.index_select(0, self.turn).squeeze(0)
+            self.turn.add_(1)
+        else:
+            self.store()
+            numbers = self.ring.draw((self.args.batch_size,), ahead=0)
+        return self.ring.gather(numbers)
 
     def update(self, policy_is_due: bool) -> None:
-        """One update of everything that is due, on the next of the batches that `act` has drawn."""
-        batch = self.ring.gather(self.drawn.index_select(0, self.turn).squeeze(0))
-        self.turn.add_(1)
+        """One update of everything that is due; where updates don't overlap, stores first and acts afterwards."""
+        batch = self.next_batch()
         self.update_critics(batch)
         if policy_is_due:
             self.update_actor(batch)
             self.target_actor.lerp_(self.actor, self.args.tau)
             self.target_critics.lerp_(self.critics, self.args.tau)
+        if not self.overlaps:
+            self.act()
+
+    def update_with_policy(self) -> None:
+        self.update(policy_is_due=True)
+
+    def update_without_policy(self) -> None:
+        self.update(policy_is_due=False)
 
 
 @torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -595,25 +627,27 @@ def main(args: Args) -> None:
 
     with Run(args, device) as run:
         # Compilation and capture: a full graph for acting, for storing, and for each kind of update
-        kinds = (True,) if args.policy_frequency == 1 else (True, False)
-        steps = {"act": agent.act, "store": agent.store} | {kind: partial(agent.update, kind) for kind in kinds}
-        torch.compiler.set_stance("default")
+        steps = {"act": agent.act, "store": agent.store, True: agent.update_with_policy}
+        steps |= {False: agent.update_without_policy} if args.policy_frequency > 1 else {}
         if args.compile:
-            # Eager's random numbers: all variants draw the same. Trying the CPU's vector units out only takes time
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. What
+            # guards look at can't change during a run; steps that an earlier run left in this process must go
+            torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            steps = {name: torch.compile(step, fullgraph=True, options=options) for name, step in steps.items()}
+            options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+            for name, step in steps.items():
+                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
             started, saved = run.now(), [tensor.clone() for tensor in agent.state()]
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 for step in [step for step in steps.values() for _ in range(4)]:
+                    buffer.written.fill_(1)
                     agent.turn.zero_()
                     step()
             for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
                 tensor.copy_(value)
-            # All is compiled: from here on, in this process, only the guards that tell the steps apart are checked
-            torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
             run.warmup_seconds = run.now() - started
 
         def learn() -> None:
@@ -629,7 +663,8 @@ def main(args: Args) -> None:
             # Act
             is_learning, must_wait = run.global_step >= args.learning_starts, False
             if is_learning:
-                steps["act"]()
+                if agent.overlaps or not run.updates:  # else the last update has acted
+                    steps["act"]()
                 action, must_wait, received = agent.receive()
                 losses = received if run.updates else {}
             else:
@@ -647,12 +682,13 @@ def main(args: Args) -> None:
                 buffer.add(i, observation, action[i], rewards[i], terminated[i], last_observation)
             buffer.upload()
             run.step(rewards, terminated, truncated)
-            if must_wait or not is_learning:  # else the next `act` stores
+            if (must_wait and agent.overlaps) or not is_learning:  # else the next `act` or update stores
                 steps["store"]()
             if must_wait:
                 learn()
             if run.updates and run.global_step >= args.total_timesteps:  # the last losses come with one more call
-                steps["act"]()
+                if agent.overlaps:
+                    steps["act"]()
                 losses = agent.receive()[2]
             run.log(losses, args.learning_rate)
 

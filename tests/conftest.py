@@ -60,10 +60,7 @@ def launch(tmp_path_factory):
         out, err = io.StringIO(), io.StringIO()
         expected = pytest.raises(raises) if raises else contextlib.nullcontext()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), expected as caught:
-            try:
-                module.main(tyro.cli(module.Args, args=argv))
-            finally:
-                torch.compiler.set_stance("default")  # a compiled run leaves another, for the rest of its process
+            module.main(tyro.cli(module.Args, args=argv))
         run = read_run(output_dir)
         run.out, run.err, run.error = out.getvalue(), err.getvalue(), caught.value if raises else None
         run.made, run.finished = list(environments.Counter.made), list(environments.Counter.finished)

@@ -11,7 +11,6 @@ import agents
 import dqn_torchcompile
 import environments
 from dqn import linear_schedule, times_due
-from dqn_torchcompile import unflatten
 from probes import GAMMA, train
 
 NETWORKS = {"parameters": "q_network", "target_parameters": "target_network"}
@@ -68,10 +67,9 @@ def test_times_due_counts_every_multiple_once():
 def test_acting_on_the_host_is_the_network():
     _, compiled, _ = pair()
     observation = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
-    parameters = unflatten(compiled.parameters, compiled.q_net)
     with torch.no_grad():
         compiled.store_and_update()  # what the host reads follows every update
-        q = torch.func.functional_call(compiled.q_net, parameters, (torch.as_tensor(observation),))
+        q = compiled.q_net(compiled.parameters, torch.as_tensor(observation))
     assert compiled.act(observation) == q.argmax(1).tolist()
     assert len(set(compiled.act(observation))) > 1
 
@@ -194,9 +192,7 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, num_envs, probe):
         observations = torch.tensor([[float(observation)]])
         if script == "dqn":
             return agent.q_network(observations)[0].numpy()
-        return torch.func.functional_call(agent.q_net, unflatten(agent.parameters, agent.q_net), (observations,))[
-            0
-        ].numpy()
+        return agent.q_net(agent.parameters, observations)[0].numpy()
 
     expected = {
         "ConstantReward": {0: [1, 1]},

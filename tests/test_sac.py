@@ -7,7 +7,6 @@ import torch
 import agents
 import sac_continuous_action as eager_script
 from probes import assert_learned, train
-from sac_continuous_action_torchcompile import unflatten
 
 NETWORKS = {"actor": "actor", "critics": "critics", "target_critics": "target_critics"}
 SCRIPTS = [
@@ -57,14 +56,15 @@ def test_actions_fill_asymmetric_bounds_and_no_more():
     assert len(np.unique(np.array(rows)[:, 0])) > 490, "fresh noise at each call"
 
 
-@pytest.mark.parametrize("kind", [(False, True), (True, True), (True, False)])
-def test_one_update_is_the_same_in_both_versions(kind):
-    eager, compiled, batch, _ = pair()
+@pytest.mark.parametrize("policy_is_due, targets_are_due", [(False, True), (True, True), (True, False)])
+def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due):
+    eager, compiled, batch, _ = pair(target_network_frequency=2)
+    compiled.updates.fill_(4 if targets_are_due else 5)
     torch.manual_seed(1)
-    eager.update(batch, *kind)
+    eager.update(batch, policy_is_due, targets_are_due)
     torch.manual_seed(1)
     with torch.no_grad():
-        compiled.update(*kind)
+        compiled.update(policy_is_due)
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
@@ -73,13 +73,13 @@ def test_one_update_is_the_same_in_both_versions(kind):
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
     eager, compiled, batch, _ = pair(policy_frequency=1)
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.update))
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.update_with_policy))
     for n in range(3):
         torch.manual_seed(n)
         eager.update(batch, True, True)
         torch.manual_seed(n)
         compiled.turn.zero_()
-        update(True, True)
+        update()
     for adam in (compiled.critic_adam, compiled.actor_adam, compiled.alpha_adam):
         assert adam.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
@@ -96,7 +96,7 @@ def test_alpha_moves_only_when_tuned_and_enters_as_its_exponential():
         assert start == pytest.approx(1.0 if autotune else 0.3)
         eager.update(batch, True, True)
         with torch.no_grad():
-            compiled.update(True, True)
+            compiled.update(True)
             compiled.act()
         assert (eager.log_alpha.exp().item() != start) is autotune
         assert (compiled.log_alpha.exp().item() != start) is autotune
@@ -118,12 +118,17 @@ def test_alpha_loss_has_the_gradient_of_the_eager_one():
 
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
     _, compiled, _, _ = pair(policy_lr=0.0, q_lr=0.0, tau=0.25)
-    agents.assert_targets_follow(compiled, True, True)
+    agents.assert_targets_follow(compiled)
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
 def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=3)
+
+
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch):
+    agent_class = "CompiledSACAgent"
+    agents.assert_same_beside_the_environments(launch, monkeypatch, "sac_continuous_action_torchcompile", agent_class)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
@@ -144,7 +149,7 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
     def mean_action(observation):
         observations = torch.full((256, 1), float(observation))
         is_eager = isinstance(agent.critics, torch.nn.ModuleList)
-        inputs = (observations,) if is_eager else (unflatten(agent.actor, agent.actor_net), observations)
+        inputs = (observations,) if is_eager else (agent.actor, observations)
         return agent.policy(*inputs)[0].mean().item()
 
     assert_learned(agent, probe, mean_action)

@@ -6,7 +6,6 @@ import torch
 
 import agents
 from probes import assert_learned, train
-from td3_continuous_action_torchcompile import unflatten
 
 NETWORKS = {name: name for name in ("actor", "critics", "target_actor", "target_critics")}
 SCRIPTS = [
@@ -82,13 +81,13 @@ def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
     eager, compiled, batch, _ = pair()
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.update))
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.update_with_policy))
     for n in range(3):
         torch.manual_seed(n)
         eager.update(batch, True)
         torch.manual_seed(n)
         compiled.turn.zero_()
-        update(True)
+        update()
     for adam in (compiled.critic_adam, compiled.actor_adam):
         assert adam.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
@@ -98,12 +97,17 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
 
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
     _, compiled, _, _ = pair(learning_rate=0.0, tau=0.25)
-    agents.assert_targets_follow(compiled, True)
+    agents.assert_targets_follow(compiled)
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
 def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=1)
+
+
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch):
+    agent_class = "CompiledTD3Agent"
+    agents.assert_same_beside_the_environments(launch, monkeypatch, "td3_continuous_action_torchcompile", agent_class)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
@@ -123,8 +127,6 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
 
     def mean_action(observation):
         observations = torch.full((1, 1), float(observation))
-        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
-        actor = agent.actor if is_eager else unflatten(agent.actor, agent.actor_net)
-        return agent.policy(actor, observations).mean().item()
+        return agent.policy(agent.actor, observations).mean().item()
 
     assert_learned(agent, probe, mean_action)
