@@ -61,7 +61,7 @@ def flat(module):
     """
     if isinstance(module, torch.nn.ModuleList):
         return torch.stack([flat(member) for member in module])
-    return torch.cat([tensor.detach().T.flatten() for tensor in module.parameters()])
+    return torch.cat([(p.mT if p.ndim == 2 else p).detach().flatten() for p in module.parameters()])
 
 
 def compile_as_main_does(step):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-
 GAMMA = 0.9
 
 

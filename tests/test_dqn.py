@@ -82,8 +82,8 @@ def test_one_update_is_the_same_in_both_versions():
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     losses, _ = compiled.receive()
-    assert losses["td_loss"] == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
-    assert losses["q_value"] == pytest.approx(eager.losses["q_value"].item(), rel=1e-3)
+    assert losses["td_loss"].item() == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
+    assert losses["q_value"].item() == pytest.approx(eager.losses["q_value"].item(), rel=1e-3)
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
@@ -170,7 +170,7 @@ def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
                 parameter.mul_(factor)
             compiled.store_and_update()
         eager.update(batch)
-        losses["compiled"].append(compiled.receive()[0]["td_loss"])
+        losses["compiled"].append(compiled.receive()[0]["td_loss"].item())
         losses["eager"].append(eager.losses["td_loss"].item())
     for without, changed in losses.values():
         assert (abs(without - changed) > 0.01) is matters
