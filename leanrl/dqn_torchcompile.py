@@ -357,7 +357,9 @@ class ReplayRing:
         # A staged row: the newest observation, action, reward, terminated, copy of the last observation or -1, in use
         width = self.observation_dim + self.action_dim + 4
         self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
-        self.incoming, self.host = self.staged.to(device), self.staged.numpy()  # on the CPU all one memory
+        self.incoming = self.staged.to(device)  # on the CPU the same memory
+        columns = self.staged.split([self.observation_dim, self.action_dim, 4], 1)
+        self.host_observation, self.host_action, self.host_rest = (column.numpy() for column in columns)
         self.rows, self.row = rows, torch.arange(rows, device=device)
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -382,10 +384,9 @@ class ReplayRing:
         if row == 0:
             if self.sent is not None:
                 self.sent.synchronize()
-            self.host[:, -1] = 0
-        line = self.host[row]
-        line[: self.observation_dim], line[self.observation_dim : -4] = observation, action
-        line[-4:] = reward, terminated, index, 1
+            self.host_rest[:, -1] = 0
+        self.host_observation[row], self.host_action[row] = observation, action
+        self.host_rest[row] = reward, terminated, index, 1
 
     def upload(self) -> None:
         """Sends the staged rows to the device."""
