@@ -429,7 +429,8 @@ def warm_up_all(
         with tempfile.TemporaryDirectory() as folder:
             # Triton keeps its cache inside Inductor's, unless it is told otherwise
             environment = {key: value for key, value in os.environ.items() if key != "TRITON_CACHE_DIR"}
-            environment["TORCHINDUCTOR_CACHE_DIR"] = environment["TMPDIR"] = folder  # headers are compiled into the latter
+            # Inductor's compiled headers go to the folder for temporary files
+            environment["TORCHINDUCTOR_CACHE_DIR"] = environment["TMPDIR"] = folder
             for repeat, cache in enumerate(("cold", "warm", "warm"), 1):
                 left = deadline - time.perf_counter()
                 if left < 30:

@@ -378,7 +378,6 @@ class DQNAgent:
 
 def main(args: Args) -> None:
     check_args(args)
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -389,6 +388,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # a network this small is slower on several
     envs, seeds = make_environments(args)
     check_discrete_spaces(envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = DQNAgent(args, envs[0], device)
     buffer = ReplayBuffer(args.buffer_size, envs[0], device)
     actions = range(int(envs[0].action_space.n))

@@ -441,10 +441,13 @@ class FlatModule:
     def __init__(self, module: nn.Module):
         parameters = dict(module.named_parameters())
         self.module, self.matrices = module, {name for name, tensor in parameters.items() if tensor.ndim == 2}
-        parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
-        self.shapes = {name: part.shape for name, part in parts.items()}
-        self.sizes = [part.numel() for part in parts.values()]
-        self.initial = torch.cat([part.flatten() for part in parts.values()])
+        self.parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
+        self.shapes = {name: part.shape for name, part in self.parts.items()}
+        self.sizes = [part.numel() for part in self.parts.values()]
+
+    def flatten(self) -> torch.Tensor:
+        """The module's own parameters, joined; [P]."""
+        return torch.cat([part.flatten() for part in self.parts.values()])
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `flat`, [P], with the names and shapes of the module's parameters."""
@@ -488,7 +491,7 @@ class CompiledDQNAgent:
         self.args, self.device = args, device
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
         self.q_net = FlatModule(DiscreteQNetwork(observation_dim, actions))
-        self.parameters = self.q_net.initial.to(device)
+        self.parameters = self.q_net.flatten().to(device)
         self.target_parameters = self.parameters.clone()
         self.adam = Adam(self.parameters, args.learning_rate)
         self.losses = torch.zeros(2, device=device)
@@ -526,7 +529,10 @@ class CompiledDQNAgent:
         return (observation @ weight.T + bias).argmax(1).tolist()
 
     def receive(self) -> tuple[dict[str, torch.Tensor], bool]:
-        """Brings the newest parameters to `act`; the losses, and whether a transition just drawn is still to come."""
+        """Brings the newest parameters to `act`; the losses, and whether a transition just drawn is still to come.
+
+        On a CPU nothing has to be brought: the parameters and the losses are those that the updates change.
+        """
         for host, device in zip(self.inbox, self.outbox, strict=True):
             if host is not device:
                 host.copy_(device, non_blocking=True)
@@ -575,7 +581,6 @@ class CompiledDQNAgent:
 @torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -586,6 +591,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # a network this small is slower on several
     envs, seeds = make_environments(args)
     check_discrete_spaces(envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledDQNAgent(args, envs[0], device)
     buffer = agent.ring
     actions = range(int(envs[0].action_space.n))
@@ -604,7 +610,7 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             for name, step in steps.items():
-                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())
+                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())  # it empties its options
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:

@@ -414,7 +414,6 @@ class TD3Agent:
 
 def main(args: Args) -> None:
     check_args(args)
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -423,6 +422,7 @@ def main(args: Args) -> None:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, seeds = make_environments(args)
     check_continuous_spaces(envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = TD3Agent(args, envs[0], device)
     buffer = ReplayBuffer(args.buffer_size, envs[0], device)
 

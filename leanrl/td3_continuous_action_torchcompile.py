@@ -445,10 +445,13 @@ class FlatModule:
     def __init__(self, module: nn.Module):
         parameters = dict(module.named_parameters())
         self.module, self.matrices = module, {name for name, tensor in parameters.items() if tensor.ndim == 2}
-        parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
-        self.shapes = {name: part.shape for name, part in parts.items()}
-        self.sizes = [part.numel() for part in parts.values()]
-        self.initial = torch.cat([part.flatten() for part in parts.values()])
+        self.parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
+        self.shapes = {name: part.shape for name, part in self.parts.items()}
+        self.sizes = [part.numel() for part in self.parts.values()]
+
+    def flatten(self) -> torch.Tensor:
+        """The module's own parameters, joined; [P]."""
+        return torch.cat([part.flatten() for part in self.parts.values()])
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `flat`, [P], with the names and shapes of the module's parameters."""
@@ -482,8 +485,8 @@ class Adam:
 class CompiledTD3Agent:
     """Networks, their optimisers, the replay ring, and the updates on them.
 
-    `store`, `act` and `update`, which `main` compiles and captures, take no tensor and return none: they work on
-    tensors of fixed address, so that a captured graph is replayed without copies.
+    The steps that `main` compiles and captures take no tensor and return none: they work on tensors of fixed address,
+    so that a captured graph is replayed without copies.
     """
 
     @torch.no_grad()
@@ -496,8 +499,8 @@ class CompiledTD3Agent:
         # The parameters of the twin critics are the rows of one matrix
         self.actor_net = FlatModule(DeterministicActor(observation_dim, self.action_dim))
         self.q_net, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
-        self.actor = self.actor_net.initial.to(device)
-        self.critics = torch.stack([self.q_net.initial, twin.initial]).to(device)
+        self.actor = self.actor_net.flatten().to(device)
+        self.critics = torch.stack([self.q_net.flatten(), twin.flatten()]).to(device)
         self.target_actor, self.target_critics = self.actor.clone(), self.critics.clone()
         self.actor_adam, self.critic_adam = (Adam(net, args.learning_rate) for net in (self.actor, self.critics))
         self.losses = torch.zeros(2, device=device)
@@ -533,7 +536,6 @@ class CompiledTD3Agent:
         What the host has to know goes out in one vector: the actions, whether the updates must wait for a transition
         that is still to come, the losses of the updates before.
         """
-        must_wait = torch.ones((), device=self.device)
         if self.overlaps:
             self.store()
         observation = self.ring.incoming[:, : self.ring.observation_dim]
@@ -544,6 +546,8 @@ class CompiledTD3Agent:
             self.drawn.copy_(self.ring.draw(self.drawn.shape, ahead=self.args.num_envs))
             self.turn.zero_()
             must_wait = (self.drawn >= self.ring.written).any().float()
+        else:
+            must_wait = torch.ones((), device=self.device)  # the update stores, draws and acts by itself
         self.outbox.copy_(torch.cat([action.flatten(), must_wait[None], self.losses]))
 
     def receive(self) -> tuple[np.ndarray, bool, dict[str, float]]:
@@ -582,17 +586,18 @@ class CompiledTD3Agent:
         self.actor_adam.update(gradient)
 
     def next_batch(self) -> dict[str, torch.Tensor]:
-        """The transitions for the next update; [batch_size]."""
+        """The transitions for the next update, which `act` has drawn or which are drawn now; [batch_size, ...]."""
         if self.overlaps:
             numbers = self.drawn.index_select(0, self.turn).squeeze(0)
             self.turn.add_(1)
         else:
-            self.store()
             numbers = self.ring.draw((self.args.batch_size,), ahead=0)
         return self.ring.gather(numbers)
 
     def update(self, policy_is_due: bool) -> None:
         """One update of everything that is due; where updates don't overlap, stores first and acts afterwards."""
+        if not self.overlaps:
+            self.store()
         batch = self.next_batch()
         self.update_critics(batch)
         if policy_is_due:
@@ -612,7 +617,6 @@ class CompiledTD3Agent:
 @torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -621,6 +625,7 @@ def main(args: Args) -> None:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, seeds = make_environments(args)
     check_continuous_spaces(envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledTD3Agent(args, envs[0], device)
     buffer = agent.ring
 
@@ -628,8 +633,9 @@ def main(args: Args) -> None:
 
     with Run(args, device) as run:
         # Compilation and capture: a full graph for acting, for storing, and for each kind of update
-        steps = {"act": agent.act, "store": agent.store, True: agent.update_with_policy}
+        steps = {"store": agent.store, True: agent.update_with_policy}
         steps |= {False: agent.update_without_policy} if args.policy_frequency > 1 else {}
+        steps |= {"act": agent.act} if agent.overlaps else {}  # else the updates act, but for the first time
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. What
             # guards look at can't change during a run; steps that an earlier run left in this process must go
@@ -637,7 +643,7 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             for name, step in steps.items():
-                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())
+                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())  # it empties its options
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
@@ -664,8 +670,8 @@ def main(args: Args) -> None:
             # Act
             is_learning, must_wait = run.global_step >= args.learning_starts, False
             if is_learning:
-                if agent.overlaps or not run.updates:  # else the last update has acted
-                    steps["act"]()
+                if agent.overlaps or not run.updates:
+                    steps.get("act", agent.act)()
                 action, must_wait, received = agent.receive()
                 losses = received if run.updates else {}
             else:
@@ -687,9 +693,9 @@ def main(args: Args) -> None:
                 steps["store"]()
             if must_wait:
                 learn()
-            if run.updates and run.global_step >= args.total_timesteps:  # the last losses come with one more call
+            if run.updates and run.global_step >= args.total_timesteps:
                 if agent.overlaps:
-                    steps["act"]()
+                    steps["act"]()  # the last losses come with it
                 losses = agent.receive()[2]
             run.log(losses, args.learning_rate)
 

@@ -121,8 +121,11 @@ def assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, 
     assert seen == expected and len(seen) > 20
 
 
-def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class):
-    """What a GPU does, here on the CPU: an update may begin before the step it belongs to, but makes the same run."""
+def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *more):
+    """What a GPU does, here on the CPU: an update may begin before the step it belongs to, but makes the same run.
+
+    With one environment: with more the CPU acts after each of a step's updates, and draws other random numbers.
+    """
     module, ended, early = importlib.import_module(script), [], []
     waiting = getattr(module, agent_class)
 
@@ -137,14 +140,14 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
             early.append(self.ring.added == self.added_before)
             super().update(policy_is_due)
 
-    flags = ["--total-timesteps", 300, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8]
+    flags = ["--total-timesteps", 300, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, *more]
     for each in (waiting, Overlapping):
         made = lambda *a, each=each: ended.append(each(*a)) or ended[-1]  # noqa: E731
         monkeypatch.setattr(module, agent_class, made)
         ended.append(launch(script, *flags))
     one, first, other, second = ended
     assert {True, False} == set(early), "updates before and after the steps that lead up to them"
-    assert first.summary["updates"] == second.summary["updates"] == 200
+    assert first.summary["updates"] == second.summary["updates"] >= 200
     assert first.episodes == second.episodes and len(first.episodes) > 5
     for name in ("actor", "critics", "target_critics", "losses"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name

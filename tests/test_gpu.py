@@ -72,6 +72,10 @@ def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch):
     class Waiting(dqn_torchcompile.CompiledDQNAgent):
         overlaps = property(lambda self: False, lambda self, value: None)
 
+        def store_and_update(self):
+            super().store_and_update()
+            self.receive()  # what the host acts with is a copy here
+
     flags = ["--cuda", "--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8]
     first = launch("dqn_torchcompile", *flags, env_id="CartPole-v1")
     monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", Waiting)

@@ -65,6 +65,7 @@ def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due)
     torch.manual_seed(1)
     with torch.no_grad():
         compiled.update(policy_is_due)
+    assert compiled.updates.item() == (5 if targets_are_due else 6)
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
@@ -126,9 +127,10 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=3)
 
 
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch):
-    agent_class = "CompiledSACAgent"
-    agents.assert_same_beside_the_environments(launch, monkeypatch, "sac_continuous_action_torchcompile", agent_class)
+@pytest.mark.parametrize("flags", [(), ("--policy-frequency", 3, "--no-autotune", "--target-network-frequency", 3)])
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
+    script, agent_class = SCRIPTS[1]
+    agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])

@@ -105,9 +105,10 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=1)
 
 
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch):
-    agent_class = "CompiledTD3Agent"
-    agents.assert_same_beside_the_environments(launch, monkeypatch, "td3_continuous_action_torchcompile", agent_class)
+@pytest.mark.parametrize("flags", [(), ("--policy-frequency", 1, "--learning-starts", 0)])
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
+    script, agent_class = SCRIPTS[1]
+    agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
