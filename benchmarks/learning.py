@@ -31,7 +31,13 @@ from speed import FLAGS, RESULTS, SCRIPTS, fail, stop, terminate_like_interrupt
 LEARNING = RESULTS / "learning"
 SAC, TD3 = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"
 PLAN = [
-    {"script": "dqn_torchcompile", "flags": "--compile", "env_id": "CartPole-v1", "steps": 500_000, "seeds": [1, 2, 3, 4]},
+    {
+        "script": "dqn_torchcompile",
+        "flags": "--compile",
+        "env_id": "CartPole-v1",
+        "steps": 500_000,
+        "seeds": [1, 2, 3, 4],
+    },
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
     {
