@@ -401,7 +401,7 @@ def test_run_skips_what_has_a_result(results, capsys):
     learning.main(learning.RunArgs(results=results / "learning", dry_run=True))
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "18 jobs, 17 of which have a result already",
+        "22 jobs, 21 of which have a result already",
         "python leanrl/td3_continuous_action_torchcompile.py --compile --env-id HalfCheetah-v4 "
         "--total-timesteps 250000 --seed 1",
     ]
