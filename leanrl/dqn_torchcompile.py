@@ -610,7 +610,7 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             for name, step in steps.items():
-                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())  # it empties its options
+                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())  # it pops the filter
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
