@@ -381,13 +381,6 @@ def test_module_prefix_in_an_environments_name(launch):
     assert json.loads((run.folder / "summary.json").read_text())["status"] == "finished"
 
 
-def test_every_kind_of_update_is_there_when_the_last_step_overshoots(launch):
-    """10 steps with 4 environments are 12, and so are the updates: the twelfth alone is of the third kind."""
-    flags = ["--total-timesteps", 10, "--num-envs", 4, "--learning-starts", 0, "--batch-size", 4, "--buffer-size", 50]
-    frequencies = ["--policy-frequency", 3, "--target-network-frequency", 11]
-    assert launch("sac_continuous_action_torchcompile", *flags, *frequencies).summary["updates"] == 12
-
-
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.startswith("dqn")])
 def test_a_run_without_an_update_logs_no_loss(launch, script):
     """Learning would start at step 99 of 100, but a step of 64 environments goes from 64 to 128."""
