@@ -353,22 +353,30 @@ class DQNAgent:
         self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
         self.losses = {}
 
+    def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:
+        """The value of each action; [B, observation_dim] -> [B, actions]."""
+        return network(observation)
+
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> list[int]:
         """Greedy actions; [num_envs, observation_dim] -> [num_envs]."""
-        return self.q_network(torch.as_tensor(observation, device=self.device)).argmax(1).tolist()
+        return self.q_values(self.q_network, torch.as_tensor(observation, device=self.device)).argmax(1).tolist()
+
+    def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean squared temporal-difference error (algorithm 1), and the mean value of the batch's actions."""
+        with torch.no_grad():
+            next_value = self.q_values(self.target_network, batch["next_observation"]).max(1).values
+            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+        q = self.q_values(q_network, batch["observation"]).gather(1, batch["action"][:, None].long()).squeeze(1)
+        return (q - target).square().mean(), q.mean()
 
     def update(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step on the squared temporal-difference error (algorithm 1)."""
-        with torch.no_grad():
-            next_value = self.target_network(batch["next_observation"]).max(1).values
-            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
-        q = self.q_network(batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
-        loss = F.mse_loss(q, target)
+        """One step of the optimiser."""
+        loss, q_value = self.td_loss(self.q_network, batch)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        self.losses = {"td_loss": loss.detach(), "q_value": q.detach().mean()}
+        self.losses = {"td_loss": loss.detach(), "q_value": q_value.detach()}
 
     @torch.no_grad()
     def update_target(self) -> None:

@@ -17,6 +17,7 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -31,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -321,105 +322,117 @@ def times_due(step: int, num_envs: int, frequency: int) -> int:
     return step // frequency - (step - num_envs) // frequency
 
 
+def next_due(step: int, num_envs: int, frequency: int) -> int:
+    """The next step of `num_envs` environments after `step` by which a multiple of `frequency` is reached."""
+    return -(-(step // frequency + 1) * frequency // num_envs) * num_envs
+
+
 # ---- Replay ----
+def mirrored(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
 class ReplayRing:
     """The last `capacity` transitions of `num_envs` environments, on `device`, with each observation held once.
 
     Transition n, counted from 0, lies in slot n % slots. Its next observation is the observation of transition
     n + num_envs, the same environment's next. Only where an episode was truncated does `next_slot` point elsewhere: to
-    a copy of its true last observation, behind the ring. (Nothing is bootstrapped from a terminated episode's.)
+    a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated episode's.)
 
-    The host fills up to `rows` transitions (`add`) and `upload` sends them in one copy; `write`, `draw` and `gather`
-    work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    The host stages up to `rows` transitions, and `upload` sends them in one copy. `write`, `draw` and `sample` work on
+    tensors of fixed address and shape, so that they can be a part of a compiled and captured step. The transitions of
+    `batches` updates, of shape [updates, batch_size], are drawn at once, before those still to come have been written.
     """
 
-    def __init__(self, capacity: int, env: gym.Env, num_envs: int, rows: int, device: torch.device):
-        self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
-        self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
+    def __init__(
+        self, capacity: int, env: gym.Env, num_envs: int, rows: int, batches: tuple[int, int], device: torch.device
+    ):
+        self.capacity, self.num_envs, self.device, self.slots = capacity, num_envs, device, capacity + num_envs
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        self.copies = min((capacity + num_envs) // longest + num_envs + rows + 1, 2**24)  # staged as a float32
-        self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
+        copies = min(self.slots // longest + num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
+        self.copies, self.owners = copies, deque(maxlen=copies - 2 * rows)
+        self.added = self.truncations = self.filled = 0
 
-        self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
+        # Slot `slots` is where rows that are not in use go; the copies follow it
+        observation_dim, self.action_shape = env.observation_space.shape[0], env.action_space.shape
         dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
-        self.observations = torch.zeros(self.slots + self.copies, self.observation_dim, dtype=dtype, device=device)
-        action_dtype = torch.float32 if env.action_space.shape else torch.int32
+        self.observations = torch.zeros(self.slots + 1 + copies, observation_dim, dtype=dtype, device=device)
         self.transitions = TensorDict(
-            action=torch.zeros(self.slots, *env.action_space.shape, dtype=action_dtype, device=device),
-            reward=torch.zeros(self.slots, device=device),
-            terminated=torch.zeros(self.slots, dtype=torch.bool, device=device),
-            next_slot=torch.zeros(self.slots, dtype=torch.int32, device=device),
-            batch_size=[self.slots],
+            action=torch.zeros(self.slots + 1, *self.action_shape, device=device),
+            reward=torch.zeros(self.slots + 1, device=device),
+            terminated=torch.zeros(self.slots + 1, dtype=torch.bool, device=device),
+            next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
+            batch_size=[self.slots + 1],
         )
         self.nbytes = self.observations.nbytes + sum(field.nbytes for field in self.transitions.values())
-        self.written, self.oldest = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
+        self.written, self.oldest, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(3))
+        self.drawn = torch.zeros(batches, dtype=torch.long, device=device)
 
-        # A staged row: the newest observation, action, reward, terminated, copy of the last observation or -1, in use
-        width = self.observation_dim + self.action_dim + 4
-        self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
-        self.incoming = self.staged.to(device)  # on the CPU the same memory
-        columns = self.staged.split([self.observation_dim, self.action_dim, 4], 1)
-        self.host_observation, self.host_action, self.host_rest = (column.numpy() for column in columns)
-        self.rows, self.row = rows, torch.arange(rows, device=device)
-        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        # A staged row: observation, next observation, action, reward, terminated, number of its copy or 0, in use
+        self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 4]
+        self.staged, self.incoming = mirrored(rows, sum(self.widths), device=device)
+        self.host_columns = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.row = torch.arange(rows, device=device)
 
-    def start(self, observations: np.ndarray) -> None:
-        """Takes the first observations, [num_envs, observation_dim]."""
-        first = torch.as_tensor(observations, dtype=torch.float32, device=self.device)
-        self.observations[: self.num_envs] = first
-        self.incoming[: self.num_envs, : self.observation_dim] = first
-
-    def add(self, row: int, observation, action, reward, terminated, last_observation=None) -> None:
-        """Stages a transition and the observation to act on next; `last_observation` if it was truncated by a limit."""
-        index = -1
-        if last_observation is not None:
-            index = self.truncations % self.copies
-            # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-            owner = self.owners[(self.truncations + self.rows) % self.copies]
-            if owner >= self.added - self.capacity - self.num_envs:
-                self.oldest.clamp_(min=owner + 1)
-            self.observations[self.slots + index] = torch.as_tensor(last_observation, device=self.device)
-            self.owners[index], self.truncations = self.added, self.truncations + 1
+    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
+        """Stages a transition, the environments taking turns."""
+        copy = 0
+        if truncated and not terminated:
+            copy = 1 + self.truncations % self.copies
+            self.truncations += 1
+            if len(self.owners) == self.owners.maxlen:
+                # The copies to be reused next belong to transitions that are sampled no more, nor any older one
+                self.oldest.fill_(self.owners[0] + 1)
+            self.owners.append(self.added)
         self.added += 1
-        if row == 0:
-            if self.sent is not None:
-                self.sent.synchronize()
-            self.host_rest[:, -1] = 0
-        self.host_observation[row], self.host_action[row] = observation, action
-        self.host_rest[row] = reward, terminated, index, 1
+        observations, next_observations, actions, rest = self.host_columns
+        if self.filled == 0:
+            rest[:, -1] = 0  # none is in use
+        row, self.filled = self.filled, self.filled + 1
+        observations[row], next_observations[row], actions[row] = observation, next_observation, action
+        rest[row] = reward, terminated, copy, 1
 
-    def upload(self) -> None:
-        """Sends the staged rows to the device."""
-        if self.sent is not None:
-            self.incoming.copy_(self.staged, non_blocking=True)
-            self.sent.record()
+    def upload(self, non_blocking: bool) -> None:
+        """Sends the staged rows to the device. Without blocking, the caller waits for it before the next `add`."""
+        self.incoming.copy_(self.staged, non_blocking=non_blocking)
+        self.filled = 0
 
     def write(self) -> None:
-        """Puts the rows in use into the ring; the others only touch slots that are not sampled."""
-        observation, action, rest = self.incoming.split([self.observation_dim, self.action_dim, 4], 1)
-        reward, terminated, index, in_use = rest.unbind(1)
+        """Puts the rows in use into the ring; a second call changes nothing."""
+        observation, next_observation, action, rest = self.incoming.split(self.widths, 1)
+        reward, terminated, copy, in_use = rest.unbind(1)
         slot = (self.written + self.row) % self.slots
-        next_slot = (slot + self.num_envs) % self.slots
-        self.observations[next_slot] = observation.to(self.observations.dtype)
-        transitions = {
-            "action": action.view(-1, *self.action_space.shape),
-            "reward": reward,
-            "terminated": terminated,
-            "next_slot": torch.where(index < 0, next_slot, self.slots + index.int()),
-        }
-        for name, value in transitions.items():
+        next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
+        slot, next_slot = (torch.where(in_use > 0, each, self.slots) for each in (slot, next_slot))
+        self.observations[next_slot] = next_observation.to(self.observations.dtype)
+        self.observations[slot] = observation.to(self.observations.dtype)  # after the other: an episode may have begun
+        values = {"action": action.view(-1, *self.action_shape), "reward": reward, "terminated": terminated}
+        for name, value in (values | {"next_slot": next_slot}).items():
             self.transitions[name][slot] = value.to(self.transitions[name].dtype)
         self.written.add_(in_use.sum().long())
-        self.incoming[:, -1] = 0  # a second call would change nothing
+        self.incoming[:, -1] = 0
 
-    def draw(self, shape: tuple[int, ...], ahead: int | torch.Tensor) -> torch.Tensor:
-        """Numbers of transitions, uniform over the ring as it will be once `ahead` more are written; of `shape`."""
-        newest = self.written + ahead
+    def draw(self, newest: torch.Tensor) -> torch.Tensor:
+        """Draws batches, uniformly over the ring as it will be once `newest` transitions are written; [1].
+
+        These may be those of the next two uploads. Returns the number of the youngest transition drawn; [].
+        """
         oldest = torch.maximum(self.oldest, newest - self.capacity)
-        return oldest + torch.randint(2**62, shape, device=self.device) % (newest - oldest)
+        random = torch.randint(2**62, self.drawn.shape, device=self.device)
+        self.drawn.copy_(oldest + random % (newest - oldest))
+        self.turn.zero_()
+        return self.drawn.max()
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """The next of the batches drawn: float32 tensors of [batch_size, ...]."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.copy_((self.turn + 1) % len(self.drawn))
+        return self.gather(number)
 
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The transitions of these numbers; [B] -> tensors of [B, ...], all but integer actions in float32."""
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
         slot = number % self.slots
         next_slot = self.transitions["next_slot"][slot].long()
         return {
@@ -439,21 +452,17 @@ class FlatModule:
     """
 
     def __init__(self, module: nn.Module):
-        parameters = dict(module.named_parameters())
-        self.module, self.matrices = module, {name for name, tensor in parameters.items() if tensor.ndim == 2}
-        self.parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
-        self.shapes = {name: part.shape for name, part in self.parts.items()}
-        self.sizes = [part.numel() for part in self.parts.values()]
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
-        return torch.cat([part.flatten() for part in self.parts.values()])
+        return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `flat`, [P], with the names and shapes of the module's parameters."""
-        parts = zip(self.shapes.items(), flat.split(self.sizes), strict=True)
-        views = {name: part.view(shape) for (name, shape), part in parts}
-        return {name: view.mT if name in self.matrices else view for name, view in views.items()}
+        parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
+        views = {name: (part.view(shape[::-1]), len(shape) == 2) for (name, shape), part in parts}
+        return {name: view.mT if is_matrix else view for name, (view, is_matrix) in views.items()}
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return functional_call(self.module, self.split(flat), inputs, tie_weights=False)
@@ -468,7 +477,7 @@ class Adam:
         self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
         self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
 
-    def update(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: torch.Tensor) -> None:
         self.powers.mul_(self.betas)
         first_correction, second_correction = (1 - self.powers).unbind()
         self.first_moment.lerp_(gradient, 1 - 0.9)
@@ -477,105 +486,100 @@ class Adam:
         self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
+# ---- Compilation and capture ----
+def warm_up(steps: Sequence[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: `state`, random numbers."""
+    started, saved = run.now(), [tensor.clone() for tensor in state]
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        for step in [step for step in steps for _ in range(4)]:
+            step()
+    for tensor, value in zip(state, saved, strict=True):
+        tensor.copy_(value)
+    run.warmup_seconds = run.now() - started
+
+
 # ---- Agent ----
 class CompiledDQNAgent:
-    """The network, its target, its optimiser, the replay ring, and the update on them.
+    """The network, its target, its optimiser, and the update on them.
 
-    The steps that `main` compiles and captures take no tensor and return none: they work on tensors of fixed address,
-    so that a captured graph is replayed without copies. A network this small acts on the host, in NumPy, several
-    times faster than a compiled call would: one row takes less time than the call.
+    The steps that `main` compiles and captures (`learn` and the ring's `write`) take no tensor and return none: they
+    work on tensors of fixed address, so that a captured graph is replayed without copies. A network this small acts on
+    the host, in NumPy, several times faster than a compiled call would: one row takes less time than the call.
     """
 
     @torch.no_grad()
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
-        self.args, self.device = args, device
+    def __init__(self, args: Args, env: gym.Env, buffer: ReplayRing, device: torch.device):
+        self.args, self.device, self.buffer = args, device, buffer
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
-        self.q_net = FlatModule(DiscreteQNetwork(observation_dim, actions))
-        self.parameters = self.q_net.flatten().to(device)
-        self.target_parameters = self.parameters.clone()
-        self.adam = Adam(self.parameters, args.learning_rate)
-        self.losses = torch.zeros(2, device=device)
-        self.overlaps = device.type == "cuda"  # updates run beside the environments
-
-        # Between two updates the transitions are staged on the host: as many as fit before the next update
-        rows = -(-min(args.train_frequency, args.target_network_frequency) // args.num_envs) * args.num_envs
-        self.ring = ReplayRing(args.buffer_size, env, args.num_envs, rows, device)
-        # How many are staged before the next updates, and which of the batches drawn for these is the next
-        self.ahead, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        updates = -(-args.num_envs // args.train_frequency)
-        self.drawn = torch.zeros(updates, args.batch_size, dtype=torch.long, device=device)
-
-        # What the host has to know, and its copies: the parameters it acts with, the losses, whether to wait
-        self.must_wait = torch.zeros(1, dtype=torch.bool, device=device)
-        self.outbox = [self.parameters, self.losses, self.must_wait]
-        self.inbox = self.outbox
-        if self.overlaps or device.type == "cuda":
-            self.inbox = [tensor.cpu().clone() for tensor in self.outbox]
-        if device.type == "cuda":
-            self.inbox = [tensor.pin_memory() for tensor in self.inbox]
-        layers = [layer.numpy() for layer in self.q_net.split(self.inbox[0]).values()]
+        self.q_module = FlatModule(DiscreteQNetwork(observation_dim, actions))
+        self.q_network = self.q_module.flatten().to(device)
+        self.target_network = self.q_network.clone()
+        self.optimizer = Adam(self.q_network, args.learning_rate)
+        self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
+        # What the host has to know: the parameters to act with, and how old the youngest transition drawn will be
+        self.host_answer, self.answer = mirrored(len(self.q_network) + 1, device=device)
+        self.answer[:-1] = self.q_network
+        self.host_answer.copy_(self.answer)
+        self.newest = torch.ones(1, dtype=torch.long, device=device)
+        layers = [layer.numpy().T for layer in self.q_module.split(self.host_answer[:-1]).values()]
         self.host_layers = list(zip(layers[::2], layers[1::2], strict=True))
 
     def state(self) -> list[torch.Tensor]:
         """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
-        adam = [self.adam.first_moment, self.adam.second_moment, self.adam.powers]
-        return [self.parameters, self.target_parameters, self.losses, self.ring.written, *adam]
+        parts = (self, self.optimizer)
+        tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+        return [*tensors, *self.losses.values(), self.buffer.written, self.buffer.turn]
+
+    def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:
+        """The value of each action; [B, observation_dim] -> [B, actions]."""
+        return self.q_module(network, observation)
 
     def act(self, observation: np.ndarray) -> list[int]:
         """Greedy actions, on the host; [num_envs, observation_dim] -> [num_envs]."""
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
-            observation = np.maximum(observation @ hidden_weight.T + hidden_bias, 0)
-        return (observation @ weight.T + bias).argmax(1).tolist()
+            observation = np.maximum(observation @ hidden_weight + hidden_bias, 0)
+        return (observation @ weight + bias).argmax(1).tolist()
 
-    def receive(self) -> tuple[dict[str, torch.Tensor], bool]:
-        """Brings the newest parameters to `act`; the losses, and whether a transition just drawn is still to come.
+    def must_wait(self, steps: int) -> bool:
+        """Whether the updates after the next `steps` transitions can't run beside these; also renews what `act` uses.
 
-        On a CPU nothing has to be brought: the parameters and the losses are those that the updates change.
+        They must wait if a batch has one of these transitions, and on a CPU, which has nothing to run beside.
         """
-        for host, device in zip(self.inbox, self.outbox, strict=True):
-            if host is not device:
-                host.copy_(device, non_blocking=True)
+        self.host_answer.copy_(self.answer, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return dict(zip(("td_loss", "q_value"), self.inbox[1], strict=True)), bool(self.inbox[2])
+        return self.device.type == "cpu" or self.host_answer[-1].item() <= steps
 
-    def store(self) -> None:
-        self.ring.write()
+    def learn(self, draw_is_due: bool) -> None:
+        """Stores what is staged, updates, and after a block's last update draws the transitions of the next block's."""
+        self.buffer.write()
+        self.update(self.buffer.sample())
+        if draw_is_due:
+            self.draw()
 
     def draw(self) -> None:
-        """Draws the transitions for the updates after the next `ahead` transitions."""
-        self.drawn.copy_(self.ring.draw(self.drawn.shape, self.ahead))
-        self.must_wait.copy_((self.drawn >= self.ring.written).any())
-        self.turn.zero_()
+        """Draws for the updates at the time when `newest` transitions are written."""
+        self.answer[-1:] = self.newest - self.buffer.draw(self.newest)
+        self.answer[:-1] = self.q_network
 
-    def update(self) -> None:
-        """An update on the next of the batches drawn."""
-        self.update_on(self.drawn.index_select(0, self.turn).squeeze(0))
-        self.turn.add_(1)
+    def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean squared temporal-difference error (algorithm 1), and the mean value of the batch's actions."""
+        with torch.no_grad():
+            next_value = self.q_values(self.target_network, batch["next_observation"]).max(1).values
+            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+        q = self.q_values(q_network, batch["observation"]).gather(1, batch["action"][:, None].long()).squeeze(1)
+        return (q - target).square().mean(), q.mean()
 
-    def store_and_update(self) -> None:
-        """Stores, then an update on a batch of its own: where there is nothing to run it beside."""
-        self.store()
-        self.update_on(self.ring.draw((self.args.batch_size,), ahead=0))
-
-    def update_on(self, numbers: torch.Tensor) -> None:
-        """One step on the squared temporal-difference error (algorithm 1) of these transitions, [B]."""
-        batch = self.ring.gather(numbers)
-        next_value = self.q_net(self.target_parameters, batch["next_observation"]).max(1).values
-        target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
-
-        def loss(parameters):
-            q = self.q_net(parameters, batch["observation"])
-            q = q.gather(1, batch["action"][:, None].long()).squeeze(1)
-            return (q - target).square().mean(), q.mean()
-
-        gradient, (value, q_value) = grad_and_value(loss, has_aux=True)(self.parameters)
-        self.losses[0], self.losses[1] = value, q_value
-        self.adam.update(gradient)
+    def update(self, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser."""
+        gradient, (loss, q_value) = grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
+        self.optimizer.step(gradient)
+        self.losses["td_loss"].copy_(loss)
+        self.losses["q_value"].copy_(q_value)
 
     def update_target(self) -> None:
-        self.target_parameters.lerp_(self.parameters, self.args.tau)
+        self.target_network.lerp_(self.q_network, self.args.tau)
 
 
 @torch.no_grad()
@@ -592,94 +596,80 @@ def main(args: Args) -> None:
     envs, seeds = make_environments(args)
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    agent = CompiledDQNAgent(args, envs[0], device)
-    buffer = agent.ring
+    rows = -(-min(args.train_frequency, args.target_network_frequency) // args.num_envs) * args.num_envs
+    batches = (-(-args.num_envs // args.train_frequency), args.batch_size)
+    buffer = ReplayRing(args.buffer_size, envs[0], args.num_envs, rows, batches, device)
+    agent = CompiledDQNAgent(args, envs[0], buffer, device)
     actions = range(int(envs[0].action_space.n))
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
-        # Compilation and capture: a full graph for storing, for drawing, and for updating; or for all at once
-        steps = {"store": agent.store, "draw": agent.draw, "update": agent.update}
-        if not agent.overlaps:
-            steps = {"store": agent.store, "update": agent.store_and_update}
+        # Compilation and capture: a full graph for storing, and for each kind of update
+        steps = [buffer.write, agent.learn]
         if args.compile:
-            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. What
-            # guards look at can't change during a run; steps that an earlier run left in this process must go
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
+            # what guards look at, a run changes only the kind of update; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-            for name, step in steps.items():
-                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())  # it pops the filter
+            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            steps = [torch.compile(step, fullgraph=True, options={**options}) for step in steps]  # it empties them
+        kinds = {True, args.num_envs <= args.train_frequency}
+        steps[1:] = [functools.partial(steps[1], kind) for kind in kinds]
         if args.cudagraphs:
-            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
+        store, *updates = steps
+        updates = dict(zip(kinds, updates, strict=True))
         if args.compile or args.cudagraphs:
-            started, saved = run.now(), [tensor.clone() for tensor in agent.state()]
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                for step in [step for step in steps.values() for _ in range(4)]:
-                    buffer.written.fill_(1)
-                    agent.turn.zero_()
-                    step()
-            for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
-                tensor.copy_(value)
-            run.warmup_seconds = run.now() - started
+            warm_up(steps, agent.state(), run)
 
-        losses = {}
+        def learn(count: int) -> None:
+            agent.newest.fill_(next_due(block_end, args.num_envs, args.train_frequency))
+            for n in range(count):
+                updates[n == count - 1]()
+
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)
-        buffer.start(observation)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        frequencies, block_end = (args.train_frequency, args.target_network_frequency), 0
         while run.global_step < args.total_timesteps:
-            # The next block of steps ends with an update, of the network or its target, or with a line of metrics
-            frequencies = (args.train_frequency, args.target_network_frequency)
-            ends = [(run.global_step // every + 1) * every for every in frequencies]
-            ends += [step for step in (max(run.next_log, 1), run.window_opens) if step > run.global_step]
-            due = min(args.total_timesteps, *ends)
-            rows = -(-(due - run.global_step) // args.num_envs) * args.num_envs
-            end = run.global_step + rows
-            is_learning = end > args.learning_starts
-            updates = times_due(end, args.num_envs, args.train_frequency) if is_learning else 0
+            # A block of steps leads up to an update, of the network or of its target
+            if run.global_step >= block_end:
+                ends = [next_due(run.global_step, args.num_envs, every) for every in frequencies]
+                block_end = min(*ends, next_due(args.total_timesteps - 1, args.num_envs, 1))
+                is_learning = block_end > args.learning_starts
+                due, targets_due = (times_due(block_end, args.num_envs, n) if is_learning else 0 for n in frequencies)
+                if due and not run.updates:
+                    agent.newest.fill_(block_end)
+                    agent.draw()
+                # Learn while the environments step, unless a batch has a transition that is still to come
+                must_wait = agent.must_wait(block_end - run.global_step) if is_learning else True
+                if due and not must_wait:
+                    learn(due)
 
-            # Learn while the environments step, unless a batch has a transition that is still to come
-            must_wait = True
-            if agent.overlaps and is_learning:
-                if updates:
-                    agent.ahead.fill_(rows)
-                    steps["draw"]()
-                received, must_wait = agent.receive()
-                losses = received if run.updates else {}
-            for _ in range(0 if must_wait else updates):
-                steps["update"]()
+            # Act: at random with probability ε, else greedily
+            duration = args.exploration_fraction * args.total_timesteps
+            epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
+            action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
+            if None in action:
+                greedy = agent.act(observation)
+                action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
 
-            for row in range(0, rows, args.num_envs):
-                # Act: at random with probability ε, else greedily
-                duration = args.exploration_fraction * args.total_timesteps
-                epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
-                action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
-                if None in action:
-                    greedy = agent.act(observation)
-                    action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
+            # Step and store; where an episode has ended, the next one begins
+            for i, env in enumerate(envs):
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
+                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            run.step(rewards, terminated, truncated)
 
-                # Step and stage; where an episode has ended, the next one begins
-                for i, env in enumerate(envs):
-                    next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                    last_observation = np.array(next_observation) if truncated[i] and not terminated[i] else None
-                    observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-                    buffer.add(row + i, observation[i], action[i], rewards[i], terminated[i], last_observation)
-                run.step(rewards, terminated, truncated)
-
-            # Store, and learn what had to wait
-            buffer.upload()
-            if agent.overlaps or not updates:
-                steps["store"]()
-            for _ in range(updates if must_wait else 0):
-                steps["update"]()
-            run.updates += updates
-            for _ in range(times_due(end, args.num_envs, args.target_network_frequency) if is_learning else 0):
-                agent.update_target()
-            if run.updates and (not losses or run.global_step >= args.total_timesteps):
-                losses, _ = agent.receive()
-            run.log(losses | {"epsilon": epsilon}, args.learning_rate)
+            # Learn what had to wait
+            if run.global_step >= block_end:
+                buffer.upload(non_blocking=is_learning)
+                learn(due) if must_wait and due else store()
+                run.updates += due
+                for _ in range(targets_due):
+                    agent.update_target()
+            run.log((agent.losses if run.updates else {}) | {"epsilon": epsilon}, args.learning_rate)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -378,66 +378,66 @@ class SACAgent:
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha.requires_grad_()], lr=args.q_lr)
         self.losses = {}
 
-    def policy(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
-        mean, log_std = self.actor(observation)
+        mean, log_std = actor(observation)
         return squashed_gaussian(mean, log_std, torch.randn_like(mean), self.scale, self.bias)
 
-    def q_values(self, critics: nn.ModuleList, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    def q_values(self, critics, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
         return torch.stack([critic(observation, action) for critic in critics])
 
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> np.ndarray:
         """Sampled actions; [num_envs, observation_dim] -> [num_envs, A]."""
-        return self.policy(torch.as_tensor(observation, device=self.device))[0].cpu().numpy()
+        return self.policy(self.actor, torch.as_tensor(observation, device=self.device))[0].cpu().numpy()
 
-    def update_critics(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step on the soft Bellman residual (eq. 5 and 6) of both critics."""
+    def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Soft Bellman residual (eq. 5 and 6), summed over both critics."""
         with torch.no_grad():
-            next_action, next_log_prob = self.policy(batch["next_observation"])
+            next_action, next_log_prob = self.policy(self.actor, batch["next_observation"])
             next_q = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
             next_value = next_q - self.log_alpha.exp() * next_log_prob
             target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
-        q = self.q_values(self.critics, batch["observation"], batch["action"])
-        loss = (q - target).square().mean(1).sum()
-        self.critic_optimizer.zero_grad()
-        loss.backward()
-        self.critic_optimizer.step()
-        self.losses["qf_loss"] = loss.detach()
+        q = self.q_values(critics, batch["observation"], batch["action"])
+        return (q - target).square().mean(1).sum()
 
-    def update_actor(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the policy towards the softmax of the smaller soft value (eq. 7)."""
-        action, log_prob = self.policy(batch["observation"])
+    def actor_loss(self, actor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """How far the policy is from the softmax of the smaller soft value (eq. 7)."""
+        action, log_prob = self.policy(actor, batch["observation"])
         q = self.q_values(self.critics, batch["observation"], action).min(0).values
-        loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
-        self.actor_optimizer.zero_grad()
-        loss.backward()
-        self.actor_optimizer.step()
-        self.losses["actor_loss"] = loss.detach()
+        return (self.log_alpha.detach().exp() * log_prob - q).mean()
 
-    def update_alpha(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the temperature towards an entropy of -action_dim (eq. 18)."""
+    def alpha_loss(self, log_alpha: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """How far the policy's entropy is from -action_dim (eq. 18)."""
         with torch.no_grad():
-            _, log_prob = self.policy(batch["observation"])
-        loss = (-self.log_alpha.exp() * (log_prob - self.action_dim)).mean()
-        self.alpha_optimizer.zero_grad()
+            _, log_prob = self.policy(self.actor, batch["observation"])
+        return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
+
+    def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser on a loss as a function of its parameters."""
+        loss = loss_function(parameters, batch)
+        optimizer.zero_grad()
         loss.backward()
-        self.alpha_optimizer.step()
-        self.losses["alpha_loss"] = loss.detach()
+        optimizer.step()
+        self.losses[loss_function.__name__] = loss.detach()
 
     def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool, targets_are_due: bool) -> None:
         """One update of everything that is due."""
-        self.update_critics(batch)
+        self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
         if policy_is_due:
             for _ in range(self.args.policy_frequency):
-                self.update_actor(batch)
+                self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
                 if self.args.autotune:
-                    self.update_alpha(batch)
+                    self.minimize(self.alpha_loss, self.log_alpha, self.alpha_optimizer, batch)
         if targets_are_due:
-            with torch.no_grad():
-                for target, parameter in zip(self.target_critics.parameters(), self.critics.parameters(), strict=True):
-                    target.lerp_(parameter, self.args.tau)
+            self.update_targets()
+        self.losses["alpha"] = self.log_alpha.detach().exp()
+
+    @torch.no_grad()
+    def update_targets(self) -> None:
+        for target, parameter in zip(self.target_critics.parameters(), self.critics.parameters(), strict=True):
+            target.lerp_(parameter, self.args.tau)
 
 
 def main(args: Args) -> None:
@@ -478,7 +478,7 @@ def main(args: Args) -> None:
                 targets_are_due = run.updates % args.target_network_frequency == 0
                 agent.update(buffer.sample(args.batch_size), policy_is_due, targets_are_due)
                 run.updates += 1
-            run.log(agent.losses | {"alpha": agent.log_alpha.detach().exp()}, args.policy_lr)
+            run.log(agent.losses, args.policy_lr)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -362,23 +362,27 @@ class TD3Agent:
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=args.learning_rate)
         self.losses = {}
 
-    def policy(self, actor: nn.Module, observation: torch.Tensor) -> torch.Tensor:
+    def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
         return actor(observation) * self.scale + self.bias
 
-    def q_values(self, critics: nn.ModuleList, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
+    def q_values(self, critics, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """The critics' values; [B, observation_dim], [B, A] -> [critics, B]."""
         return torch.stack([critic(observation, action) for critic in critics])
+
+    def explore(self, observation: torch.Tensor) -> torch.Tensor:
+        """Actions with exploration noise; [B, observation_dim] -> [B, A]."""
+        action = self.policy(self.actor, observation)
+        action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
+        return action.clamp(self.low, self.high)
 
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> np.ndarray:
         """Actions with exploration noise; [num_envs, observation_dim] -> [num_envs, A]."""
-        action = self.policy(self.actor, torch.as_tensor(observation, device=self.device))
-        action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
-        return action.clamp(self.low, self.high).cpu().numpy()
+        return self.explore(torch.as_tensor(observation, device=self.device)).cpu().numpy()
 
-    def update_critics(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of both critics towards the clipped double-Q target with smoothed target actions (algorithm 1)."""
+    def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Clipped double-Q error with smoothed target actions (algorithm 1), summed over both critics."""
         with torch.no_grad():
             next_action = self.policy(self.target_actor, batch["next_observation"])
             noise = torch.randn_like(next_action) * self.args.policy_noise
@@ -386,30 +390,34 @@ class TD3Agent:
             next_action = (next_action + noise).clamp(self.low, self.high)
             next_value = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
             target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
-        q = self.q_values(self.critics, batch["observation"], batch["action"])
-        loss = (q - target).square().mean(1).sum()
-        self.critic_optimizer.zero_grad()
-        loss.backward()
-        self.critic_optimizer.step()
-        self.losses["qf_loss"] = loss.detach()
+        q = self.q_values(critics, batch["observation"], batch["action"])
+        return (q - target).square().mean(1).sum()
 
-    def update_actor(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the policy up the first critic's value (the deterministic policy gradient, eq. 1)."""
-        loss = -self.critics[0](batch["observation"], self.policy(self.actor, batch["observation"])).mean()
-        self.actor_optimizer.zero_grad()
+    def actor_loss(self, actor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The first critic's value of the policy, negated (the deterministic policy gradient, eq. 1)."""
+        action = self.policy(actor, batch["observation"])
+        return -self.q_values(self.critics[:1], batch["observation"], action).mean()
+
+    def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser on a loss as a function of its parameters."""
+        loss = loss_function(parameters, batch)
+        optimizer.zero_grad()
         loss.backward()
-        self.actor_optimizer.step()
-        self.losses["actor_loss"] = loss.detach()
+        optimizer.step()
+        self.losses[loss_function.__name__] = loss.detach()
 
     def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool) -> None:
         """One update of everything that is due."""
-        self.update_critics(batch)
+        self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
         if policy_is_due:
-            self.update_actor(batch)
-            with torch.no_grad():
-                for target, net in ((self.target_actor, self.actor), (self.target_critics, self.critics)):
-                    for old, new in zip(target.parameters(), net.parameters(), strict=True):
-                        old.lerp_(new, self.args.tau)
+            self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
+            self.update_targets()
+
+    @torch.no_grad()
+    def update_targets(self) -> None:
+        for target, network in ((self.target_actor, self.actor), (self.target_critics, self.critics)):
+            for old, new in zip(target.parameters(), network.parameters(), strict=True):
+                old.lerp_(new, self.args.tau)
 
 
 def main(args: Args) -> None:
@@ -446,7 +454,8 @@ def main(args: Args) -> None:
 
             # Learn: one update for each step of each environment
             for _ in range(args.num_envs if is_learning else 0):
-                agent.update(buffer.sample(args.batch_size), run.updates % args.policy_frequency == 0)
+                policy_is_due = run.updates % args.policy_frequency == 0
+                agent.update(buffer.sample(args.batch_size), policy_is_due)
                 run.updates += 1
             run.log(agent.losses, args.learning_rate)
 

@@ -18,6 +18,7 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -31,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -326,104 +327,111 @@ class DeterministicActor(nn.Module):
 
 
 # ---- Replay ----
+def mirrored(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
 class ReplayRing:
     """The last `capacity` transitions of `num_envs` environments, on `device`, with each observation held once.
 
     Transition n, counted from 0, lies in slot n % slots. Its next observation is the observation of transition
     n + num_envs, the same environment's next. Only where an episode was truncated does `next_slot` point elsewhere: to
-    a copy of its true last observation, behind the ring. (Nothing is bootstrapped from a terminated episode's.)
+    a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated episode's.)
 
-    The host fills up to `rows` transitions (`add`) and `upload` sends them in one copy; `write`, `draw` and `gather`
-    work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    The host stages up to `rows` transitions, and `upload` sends them in one copy. `write`, `draw` and `sample` work on
+    tensors of fixed address and shape, so that they can be a part of a compiled and captured step. The transitions of
+    `batches` updates, of shape [updates, batch_size], are drawn at once, before those still to come have been written.
     """
 
-    def __init__(self, capacity: int, env: gym.Env, num_envs: int, rows: int, device: torch.device):
-        self.capacity, self.num_envs, self.device, self.action_space = capacity, num_envs, device, env.action_space
-        self.slots = capacity + num_envs + rows  # beyond the capacity: the newest observations, and rows half filled
+    def __init__(
+        self, capacity: int, env: gym.Env, num_envs: int, rows: int, batches: tuple[int, int], device: torch.device
+    ):
+        self.capacity, self.num_envs, self.device, self.slots = capacity, num_envs, device, capacity + num_envs
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        self.copies = min((capacity + num_envs) // longest + num_envs + rows + 1, 2**24)  # staged as a float32
-        self.owners, self.added, self.truncations = [-1] * self.copies, 0, 0
+        copies = min(self.slots // longest + num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
+        self.copies, self.owners = copies, deque(maxlen=copies - 2 * rows)
+        self.added = self.truncations = self.filled = 0
 
-        self.observation_dim, self.action_dim = env.observation_space.shape[0], math.prod(env.action_space.shape)
+        # Slot `slots` is where rows that are not in use go; the copies follow it
+        observation_dim, self.action_shape = env.observation_space.shape[0], env.action_space.shape
         dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
-        self.observations = torch.zeros(self.slots + self.copies, self.observation_dim, dtype=dtype, device=device)
-        action_dtype = torch.float32 if env.action_space.shape else torch.int32
+        self.observations = torch.zeros(self.slots + 1 + copies, observation_dim, dtype=dtype, device=device)
         self.transitions = TensorDict(
-            action=torch.zeros(self.slots, *env.action_space.shape, dtype=action_dtype, device=device),
-            reward=torch.zeros(self.slots, device=device),
-            terminated=torch.zeros(self.slots, dtype=torch.bool, device=device),
-            next_slot=torch.zeros(self.slots, dtype=torch.int32, device=device),
-            batch_size=[self.slots],
+            action=torch.zeros(self.slots + 1, *self.action_shape, device=device),
+            reward=torch.zeros(self.slots + 1, device=device),
+            terminated=torch.zeros(self.slots + 1, dtype=torch.bool, device=device),
+            next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
+            batch_size=[self.slots + 1],
         )
         self.nbytes = self.observations.nbytes + sum(field.nbytes for field in self.transitions.values())
-        self.written, self.oldest = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
+        self.written, self.oldest, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(3))
+        self.drawn = torch.zeros(batches, dtype=torch.long, device=device)
 
-        # A staged row: the newest observation, action, reward, terminated, copy of the last observation or -1, in use
-        width = self.observation_dim + self.action_dim + 4
-        self.staged = torch.zeros(rows, width, pin_memory=device.type == "cuda")
-        self.incoming = self.staged.to(device)  # on the CPU the same memory
-        columns = self.staged.split([self.observation_dim, self.action_dim, 4], 1)
-        self.host_observation, self.host_action, self.host_rest = (column.numpy() for column in columns)
-        self.rows, self.row = rows, torch.arange(rows, device=device)
-        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        # A staged row: observation, next observation, action, reward, terminated, number of its copy or 0, in use
+        self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 4]
+        self.staged, self.incoming = mirrored(rows, sum(self.widths), device=device)
+        self.host_columns = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.row = torch.arange(rows, device=device)
 
-    def start(self, observations: np.ndarray) -> None:
-        """Takes the first observations, [num_envs, observation_dim]."""
-        first = torch.as_tensor(observations, dtype=torch.float32, device=self.device)
-        self.observations[: self.num_envs] = first
-        self.incoming[: self.num_envs, : self.observation_dim] = first
-
-    def add(self, row: int, observation, action, reward, terminated, last_observation=None) -> None:
-        """Stages a transition and the observation to act on next; `last_observation` if it was truncated by a limit."""
-        index = -1
-        if last_observation is not None:
-            index = self.truncations % self.copies
-            # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-            owner = self.owners[(self.truncations + self.rows) % self.copies]
-            if owner >= self.added - self.capacity - self.num_envs:
-                self.oldest.clamp_(min=owner + 1)
-            self.observations[self.slots + index] = torch.as_tensor(last_observation, device=self.device)
-            self.owners[index], self.truncations = self.added, self.truncations + 1
+    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
+        """Stages a transition, the environments taking turns."""
+        copy = 0
+        if truncated and not terminated:
+            copy = 1 + self.truncations % self.copies
+            self.truncations += 1
+            if len(self.owners) == self.owners.maxlen:
+                # The copies to be reused next belong to transitions that are sampled no more, nor any older one
+                self.oldest.fill_(self.owners[0] + 1)
+            self.owners.append(self.added)
         self.added += 1
-        if row == 0:
-            if self.sent is not None:
-                self.sent.synchronize()
-            self.host_rest[:, -1] = 0
-        self.host_observation[row], self.host_action[row] = observation, action
-        self.host_rest[row] = reward, terminated, index, 1
+        observations, next_observations, actions, rest = self.host_columns
+        if self.filled == 0:
+            rest[:, -1] = 0  # none is in use
+        row, self.filled = self.filled, self.filled + 1
+        observations[row], next_observations[row], actions[row] = observation, next_observation, action
+        rest[row] = reward, terminated, copy, 1
 
-    def upload(self) -> None:
-        """Sends the staged rows to the device."""
-        if self.sent is not None:
-            self.incoming.copy_(self.staged, non_blocking=True)
-            self.sent.record()
+    def upload(self, non_blocking: bool) -> None:
+        """Sends the staged rows to the device. Without blocking, the caller waits for it before the next `add`."""
+        self.incoming.copy_(self.staged, non_blocking=non_blocking)
+        self.filled = 0
 
     def write(self) -> None:
-        """Puts the rows in use into the ring; the others only touch slots that are not sampled."""
-        observation, action, rest = self.incoming.split([self.observation_dim, self.action_dim, 4], 1)
-        reward, terminated, index, in_use = rest.unbind(1)
+        """Puts the rows in use into the ring; a second call changes nothing."""
+        observation, next_observation, action, rest = self.incoming.split(self.widths, 1)
+        reward, terminated, copy, in_use = rest.unbind(1)
         slot = (self.written + self.row) % self.slots
-        next_slot = (slot + self.num_envs) % self.slots
-        self.observations[next_slot] = observation.to(self.observations.dtype)
-        transitions = {
-            "action": action.view(-1, *self.action_space.shape),
-            "reward": reward,
-            "terminated": terminated,
-            "next_slot": torch.where(index < 0, next_slot, self.slots + index.int()),
-        }
-        for name, value in transitions.items():
+        next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
+        slot, next_slot = (torch.where(in_use > 0, each, self.slots) for each in (slot, next_slot))
+        self.observations[next_slot] = next_observation.to(self.observations.dtype)
+        self.observations[slot] = observation.to(self.observations.dtype)  # after the other: an episode may have begun
+        values = {"action": action.view(-1, *self.action_shape), "reward": reward, "terminated": terminated}
+        for name, value in (values | {"next_slot": next_slot}).items():
             self.transitions[name][slot] = value.to(self.transitions[name].dtype)
         self.written.add_(in_use.sum().long())
-        self.incoming[:, -1] = 0  # a second call would change nothing
+        self.incoming[:, -1] = 0
 
-    def draw(self, shape: tuple[int, ...], ahead: int | torch.Tensor) -> torch.Tensor:
-        """Numbers of transitions, uniform over the ring as it will be once `ahead` more are written; of `shape`."""
-        newest = self.written + ahead
+    def draw(self, newest: torch.Tensor) -> torch.Tensor:
+        """Draws batches, uniformly over the ring as it will be once `newest` transitions are written; [1].
+
+        These may be those of the next two uploads. Returns the number of the youngest transition drawn; [].
+        """
         oldest = torch.maximum(self.oldest, newest - self.capacity)
-        return oldest + torch.randint(2**62, shape, device=self.device) % (newest - oldest)
+        random = torch.randint(2**62, self.drawn.shape, device=self.device)
+        self.drawn.copy_(oldest + random % (newest - oldest))
+        self.turn.zero_()
+        return self.drawn.max()
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """The next of the batches drawn: float32 tensors of [batch_size, ...]."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.copy_((self.turn + 1) % len(self.drawn))
+        return self.gather(number)
 
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The transitions of these numbers; [B] -> tensors of [B, ...], all but integer actions in float32."""
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
         slot = number % self.slots
         next_slot = self.transitions["next_slot"][slot].long()
         return {
@@ -443,21 +451,17 @@ class FlatModule:
     """
 
     def __init__(self, module: nn.Module):
-        parameters = dict(module.named_parameters())
-        self.module, self.matrices = module, {name for name, tensor in parameters.items() if tensor.ndim == 2}
-        self.parts = {name: tensor.mT if name in self.matrices else tensor for name, tensor in parameters.items()}
-        self.shapes = {name: part.shape for name, part in self.parts.items()}
-        self.sizes = [part.numel() for part in self.parts.values()]
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
-        return torch.cat([part.flatten() for part in self.parts.values()])
+        return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `flat`, [P], with the names and shapes of the module's parameters."""
-        parts = zip(self.shapes.items(), flat.split(self.sizes), strict=True)
-        views = {name: part.view(shape) for (name, shape), part in parts}
-        return {name: view.mT if name in self.matrices else view for name, view in views.items()}
+        parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
+        views = {name: (part.view(shape[::-1]), len(shape) == 2) for (name, shape), part in parts}
+        return {name: view.mT if is_matrix else view for name, (view, is_matrix) in views.items()}
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return functional_call(self.module, self.split(flat), inputs, tie_weights=False)
@@ -472,7 +476,7 @@ class Adam:
         self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
         self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
 
-    def update(self, gradient: torch.Tensor) -> None:
+    def step(self, gradient: torch.Tensor) -> None:
         self.powers.mul_(self.betas)
         first_correction, second_correction = (1 - self.powers).unbind()
         self.first_moment.lerp_(gradient, 1 - 0.9)
@@ -481,137 +485,121 @@ class Adam:
         self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
+# ---- Compilation and capture ----
+def warm_up(steps: Sequence[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: `state`, random numbers."""
+    started, saved = run.now(), [tensor.clone() for tensor in state]
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        for step in [step for step in steps for _ in range(4)]:
+            step()
+    for tensor, value in zip(state, saved, strict=True):
+        tensor.copy_(value)
+    run.warmup_seconds = run.now() - started
+
+
 # ---- Agent ----
 class CompiledTD3Agent:
-    """Networks, their optimisers, the replay ring, and the updates on them.
+    """Networks, their optimisers, and the updates on them.
 
-    The steps that `main` compiles and captures take no tensor and return none: they work on tensors of fixed address,
-    so that a captured graph is replayed without copies.
+    The steps that `main` compiles and captures (`choose` and `learn`) take no tensor and return none: they work on
+    tensors of fixed address, so that a captured graph is replayed without copies.
     """
 
     @torch.no_grad()
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
-        self.args, self.device = args, device
+    def __init__(self, args: Args, env: gym.Env, buffer: ReplayRing, device: torch.device):
+        self.args, self.device, self.buffer, self.must_wait = args, device, buffer, True
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         bounds = (env.action_space.low, env.action_space.high)
         self.low, self.high = (torch.as_tensor(bound, dtype=torch.float32, device=device) for bound in bounds)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
         # The parameters of the twin critics are the rows of one matrix
-        self.actor_net = FlatModule(DeterministicActor(observation_dim, self.action_dim))
-        self.q_net, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
-        self.actor = self.actor_net.flatten().to(device)
-        self.critics = torch.stack([self.q_net.flatten(), twin.flatten()]).to(device)
+        self.actor_module = FlatModule(DeterministicActor(observation_dim, self.action_dim))
+        self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
+        self.actor = self.actor_module.flatten().to(device)
+        self.critics = torch.stack([self.q_module.flatten(), twin.flatten()]).to(device)
         self.target_actor, self.target_critics = self.actor.clone(), self.critics.clone()
-        self.actor_adam, self.critic_adam = (Adam(net, args.learning_rate) for net in (self.actor, self.critics))
-        self.losses = torch.zeros(2, device=device)
-        self.overlaps = device.type == "cuda"  # updates run beside the environments
-
-        self.ring = ReplayRing(args.buffer_size, env, args.num_envs, args.num_envs, device)
-        self.drawn = torch.zeros(args.num_envs, args.batch_size, dtype=torch.long, device=device)
-        self.turn = torch.zeros(1, dtype=torch.long, device=device)
-        self.outbox = torch.zeros(args.num_envs * self.action_dim + 3, device=device)
-        self.inbox = torch.zeros(len(self.outbox), pin_memory=device.type == "cuda")
+        self.actor_optimizer, self.critic_optimizer = (Adam(x, args.learning_rate) for x in (self.actor, self.critics))
+        self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
+        self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
+        self.host_answer, self.answer = mirrored(args.num_envs * self.action_dim + 1, device=device)
 
     def state(self) -> list[torch.Tensor]:
         """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
-        adams = (self.actor_adam, self.critic_adam)
-        moments = [tensor for adam in adams for tensor in (adam.first_moment, adam.second_moment, adam.powers)]
-        networks = [self.actor, self.critics, self.target_actor, self.target_critics]
-        return [*networks, self.losses, self.ring.written, *moments]
+        parts = (self, self.actor_optimizer, self.critic_optimizer)
+        tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+        return [*tensors, *self.losses.values(), self.buffer.written, self.buffer.turn]
 
-    def policy(self, parameters: torch.Tensor, observation: torch.Tensor) -> torch.Tensor:
+    def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
-        return self.actor_net(parameters, observation) * self.scale + self.bias
+        return self.actor_module(actor, observation) * self.scale + self.bias
 
-    def q_values(self, parameters: torch.Tensor, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """Both critics' values; [2, P], [B, observation_dim], [B, A] -> [2, B]."""
-        return vmap(lambda critic: self.q_net(critic, observation, action))(parameters)
+    def q_values(self, critics, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """The critics' values; [B, observation_dim], [B, A] -> [critics, B]."""
+        return vmap(lambda critic: self.q_module(critic, observation, action))(critics)
 
-    def store(self) -> None:
-        self.ring.write()
-
-    def act(self) -> None:
-        """Acts on the newest observations with exploration noise; where updates overlap, stores and draws as well.
-
-        What the host has to know goes out in one vector: the actions, whether the updates must wait for a transition
-        that is still to come, the losses of the updates before.
-        """
-        if self.overlaps:
-            self.store()
-        observation = self.ring.incoming[:, : self.ring.observation_dim]
+    def explore(self, observation: torch.Tensor) -> torch.Tensor:
+        """Actions with exploration noise; [B, observation_dim] -> [B, A]."""
         action = self.policy(self.actor, observation)
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
-        action = action.clamp(self.low, self.high)
-        if self.overlaps:
-            self.drawn.copy_(self.ring.draw(self.drawn.shape, ahead=self.args.num_envs))
-            self.turn.zero_()
-            must_wait = (self.drawn >= self.ring.written).any().float()
-        else:
-            must_wait = torch.ones((), device=self.device)  # the update stores, draws and acts by itself
-        self.outbox.copy_(torch.cat([action.flatten(), must_wait[None], self.losses]))
+        return action.clamp(self.low, self.high)
 
-    def receive(self) -> tuple[np.ndarray, bool, dict[str, float]]:
-        """Waits for `act`; the actions, [num_envs, A], whether the updates must wait for this step, and the losses."""
-        self.inbox.copy_(self.outbox, non_blocking=True)
+    def act(self, observation: np.ndarray) -> np.ndarray:
+        """Actions with exploration noise, and `must_wait`; [num_envs, observation_dim] -> [num_envs, A]."""
+        self.host_observation.numpy()[:] = observation
+        self.observation.copy_(self.host_observation, non_blocking=True)
+        self.choose()
+        self.host_answer.copy_(self.answer, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        must_wait, *losses = self.inbox[-3:].tolist()
-        action = self.inbox[:-3].view(self.args.num_envs, self.action_dim).numpy().copy()
-        return action, bool(must_wait), dict(zip(("qf_loss", "actor_loss"), losses, strict=True))
+        *action, self.must_wait = self.host_answer.tolist()
+        return np.array(action, np.float32).reshape(-1, self.action_dim)
 
-    def update_critics(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of both critics towards the clipped double-Q target with smoothed target actions (algorithm 1)."""
-        next_action = self.policy(self.target_actor, batch["next_observation"])
-        noise = torch.randn_like(next_action) * self.args.policy_noise
-        noise = noise.clamp(-self.args.noise_clip, self.args.noise_clip) * self.scale
-        next_action = (next_action + noise).clamp(self.low, self.high)
-        next_value = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
-        target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+    def choose(self) -> None:
+        """Stores what is staged, acts, and draws the transitions of the updates that follow these actions.
 
-        def loss(critics):
-            q = self.q_values(critics, batch["observation"], batch["action"])
-            return (q - target).square().mean(1).sum()
+        The updates must wait if one of these transitions is still to come; else they run beside the environments.
+        """
+        self.buffer.write()
+        action = self.explore(self.observation)
+        must_wait = self.buffer.draw(self.buffer.written + self.args.num_envs) >= self.buffer.written
+        self.answer.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
-        gradient, self.losses[0] = grad_and_value(loss)(self.critics)
-        self.critic_adam.update(gradient)
+    def learn(self, policy_is_due: bool) -> None:
+        self.update(self.buffer.sample(), policy_is_due)
 
-    def update_actor(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the policy up the first critic's value (the deterministic policy gradient, eq. 1)."""
+    def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Clipped double-Q error with smoothed target actions (algorithm 1), summed over both critics."""
+        with torch.no_grad():
+            next_action = self.policy(self.target_actor, batch["next_observation"])
+            noise = torch.randn_like(next_action) * self.args.policy_noise
+            noise = noise.clamp(-self.args.noise_clip, self.args.noise_clip) * self.scale
+            next_action = (next_action + noise).clamp(self.low, self.high)
+            next_value = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
+            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+        q = self.q_values(critics, batch["observation"], batch["action"])
+        return (q - target).square().mean(1).sum()
 
-        def loss(actor):
-            action = self.policy(actor, batch["observation"])
-            return -self.q_net(self.critics[0], batch["observation"], action).mean()
+    def actor_loss(self, actor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The first critic's value of the policy, negated (the deterministic policy gradient, eq. 1)."""
+        action = self.policy(actor, batch["observation"])
+        return -self.q_values(self.critics[:1], batch["observation"], action).mean()
 
-        gradient, self.losses[1] = grad_and_value(loss)(self.actor)
-        self.actor_adam.update(gradient)
+    def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser on a loss as a function of its parameters."""
+        gradient, loss = grad_and_value(loss_function)(parameters, batch)
+        optimizer.step(gradient)
+        self.losses[loss_function.__name__].copy_(loss)
 
-    def next_batch(self) -> dict[str, torch.Tensor]:
-        """The transitions for the next update, which `act` has drawn or which are drawn now; [batch_size, ...]."""
-        if self.overlaps:
-            numbers = self.drawn.index_select(0, self.turn).squeeze(0)
-            self.turn.add_(1)
-        else:
-            numbers = self.ring.draw((self.args.batch_size,), ahead=0)
-        return self.ring.gather(numbers)
-
-    def update(self, policy_is_due: bool) -> None:
-        """One update of everything that is due; where updates don't overlap, stores first and acts afterwards."""
-        if not self.overlaps:
-            self.store()
-        batch = self.next_batch()
-        self.update_critics(batch)
+    def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool) -> None:
+        """One update of everything that is due."""
+        self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
         if policy_is_due:
-            self.update_actor(batch)
-            self.target_actor.lerp_(self.actor, self.args.tau)
-            self.target_critics.lerp_(self.critics, self.args.tau)
-        if not self.overlaps:
-            self.act()
+            self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
+            self.update_targets()
 
-    def update_with_policy(self) -> None:
-        self.update(policy_is_due=True)
-
-    def update_without_policy(self) -> None:
-        self.update(policy_is_due=False)
+    def update_targets(self) -> None:
+        self.target_actor.lerp_(self.actor, self.args.tau)
+        self.target_critics.lerp_(self.critics, self.args.tau)
 
 
 @torch.no_grad()
@@ -626,78 +614,63 @@ def main(args: Args) -> None:
     envs, seeds = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    agent = CompiledTD3Agent(args, envs[0], device)
-    buffer = agent.ring
+    batches = (args.num_envs, args.batch_size)
+    buffer = ReplayRing(args.buffer_size, envs[0], args.num_envs, args.num_envs, batches, device)
+    agent = CompiledTD3Agent(args, envs[0], buffer, device)
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
-        # Compilation and capture: a full graph for acting, for storing, and for each kind of update
-        steps = {"store": agent.store, True: agent.update_with_policy}
-        steps |= {False: agent.update_without_policy} if args.policy_frequency > 1 else {}
-        steps |= {"act": agent.act} if agent.overlaps else {}  # else the updates act, but for the first time
+        # Compilation and capture: a full graph for storing, for acting, and for each kind of update
+        steps = [buffer.write, agent.choose, agent.learn]
         if args.compile:
-            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. What
-            # guards look at can't change during a run; steps that an earlier run left in this process must go
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
+            # what guards look at, a run changes only the kind of update; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-            for name, step in steps.items():
-                steps[name] = torch.compile(step, fullgraph=True, options=options.copy())  # it pops the filter
+            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            steps = [torch.compile(step, fullgraph=True, options={**options}) for step in steps]  # it empties them
+        kinds = {True, args.policy_frequency == 1}
+        steps[2:] = [functools.partial(steps[2], kind) for kind in kinds]
         if args.cudagraphs:
-            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
+        store, agent.choose, *updates = steps
+        updates = dict(zip(kinds, updates, strict=True))
         if args.compile or args.cudagraphs:
-            started, saved = run.now(), [tensor.clone() for tensor in agent.state()]
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                for step in [step for step in steps.values() for _ in range(4)]:
-                    buffer.written.fill_(1)
-                    agent.turn.zero_()
-                    step()
-            for tensor, value in zip(agent.state(), saved, strict=True):  # warmed up on a state that is now put back
-                tensor.copy_(value)
-            run.warmup_seconds = run.now() - started
+            warm_up(steps, agent.state(), run)
 
-        def learn() -> None:
+        def update_all() -> None:
             for _ in range(args.num_envs):
-                steps[run.updates % args.policy_frequency == 0]()
+                policy_is_due = run.updates % args.policy_frequency == 0
+                updates[policy_is_due]()
                 run.updates += 1
 
-        losses = {}
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
-        buffer.start(np.stack(first, dtype=np.float32))
+        observation = np.stack(first, dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         while run.global_step < args.total_timesteps:
             # Act
-            is_learning, must_wait = run.global_step >= args.learning_starts, False
-            if is_learning:
-                if agent.overlaps or not run.updates:
-                    steps.get("act", agent.act)()
-                action, must_wait, received = agent.receive()
-                losses = received if run.updates else {}
-            else:
-                action = [env.action_space.sample() for env in envs]
+            is_learning = run.global_step >= args.learning_starts
+            action = agent.act(observation) if is_learning else [env.action_space.sample() for env in envs]
 
             # Learn while the environments step, unless a batch has a transition that is still to come
-            if is_learning and not must_wait:
-                learn()
+            if not agent.must_wait:
+                update_all()
 
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
-                observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                last_observation = np.array(observation) if truncated[i] and not terminated[i] else None
-                observation = env.reset()[0] if terminated[i] or truncated[i] else observation
-                buffer.add(i, observation, action[i], rewards[i], terminated[i], last_observation)
-            buffer.upload()
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
+                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            buffer.upload(non_blocking=is_learning)
             run.step(rewards, terminated, truncated)
-            if (must_wait and agent.overlaps) or not is_learning:  # else the next `act` or update stores
-                steps["store"]()
-            if must_wait:
-                learn()
-            if run.updates and run.global_step >= args.total_timesteps:
-                if agent.overlaps:
-                    steps["act"]()  # the last losses come with it
-                losses = agent.receive()[2]
-            run.log(losses, args.learning_rate)
+
+            # Learn what had to wait: one update for each step of each environment
+            if agent.must_wait:
+                store()  # else the next `choose` does it
+                if is_learning:
+                    update_all()
+            run.log(agent.losses if run.updates else {}, args.learning_rate)
 
 
 if __name__ == "__main__":

@@ -25,33 +25,30 @@ for name, is_discrete in (("ToyContinuous-v0", False), ("ToyDiscrete-v0", True))
 def pair(script, eager_class, compiled_class, networks, **arguments):
     """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
 
-    Returns (eager, compiled, batch): the batch, for the eager one, holds the transitions that `compiled.drawn` names.
+    Returns (eager, compiled, batch): the batch holds the transitions that are drawn for the compiled one's next update.
     """
     eager_module, compiled_module = (importlib.import_module(script + end) for end in ("", "_torchcompile"))
     env = gym.make("ToyDiscrete-v0" if script == "dqn" else "ToyContinuous-v0", disable_env_checker=True)
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
     eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
-    compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU)
+    ring = compiled_module.ReplayRing(common["buffer_size"], env, 1, 1, (1, common["batch_size"]), CPU)
+    compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, ring, CPU)
     for ours, theirs in networks.items():
         getattr(compiled, ours).copy_(flat(getattr(eager, theirs)))
 
-    ring, generator = compiled.ring, np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     env.action_space.seed(0)
-    ring.start(generator.normal(size=(1, 4)))
+    observation = generator.normal(size=4)
     for n in range(60):
-        observation, last = generator.normal(size=(2, 4))
+        next_observation, terminated, truncated = generator.normal(size=4), n % 7 == 3, n % 5 == 4
         action, reward = env.action_space.sample(), generator.normal()
-        ring.add(0, observation, action, reward, n % 7 == 3, last if n % 5 == 4 and n % 7 != 3 else None)
-        ring.upload()
+        ring.add(observation, next_observation, action, reward, terminated, truncated)
+        ring.upload(non_blocking=False)
         ring.write()
-    numbers = torch.randint(60, (32,))
-    compiled.overlaps = True  # updates are on the batches drawn before
-    compiled.drawn.copy_(numbers[None])
-    batch = ring.gather(numbers)
-    if script == "dqn":
-        batch["action"] = batch["action"].long()
-    return eager, compiled, batch, numbers
+        observation = generator.normal(size=4) if terminated or truncated else next_observation
+    ring.drawn.copy_(torch.randint(60, (1, 32)))
+    return eager, compiled, ring.gather(ring.drawn[0])
 
 
 def flat(module):
@@ -67,7 +64,7 @@ def flat(module):
 def compile_as_main_does(step):
     torch.compiler.reset()
     options = {"fallback_random": True, "cpp_wrapper": True, "cpp.vec_isa_ok": True, "size_asserts": False}
-    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    options["guard_filter_fn"] = lambda guards: ["_due" in guard.name for guard in guards]
     return torch.compile(step, fullgraph=True, options=options)
 
 
@@ -82,26 +79,24 @@ def assert_bootstrap(pair, end, matters):
     """Whether shifting the target critics changes the critics' loss when all of the batch's `terminated` are `end`."""
     losses = {"eager": [], "compiled": []}
     for shift in (0.0, 0.05):
-        eager, compiled, batch, _ = pair()
+        eager, compiled, batch = pair()
         batch["terminated"] = torch.full_like(batch["terminated"], end)
         with torch.no_grad():
             compiled.target_critics.add_(shift)
             for parameter in eager.target_critics.parameters():
                 parameter.add_(shift)
-            compiled.update_critics(batch)
-        eager.update_critics(batch)
-        losses["compiled"].append(compiled.losses[0].item())
-        losses["eager"].append(eager.losses["qf_loss"].item())
+        for name, agent in (("eager", eager), ("compiled", compiled)):
+            losses[name].append(agent.qf_loss(agent.critics, batch).item())
     for without, shifted in losses.values():
         assert (abs(without - shifted) > 0.1) is matters
 
 
-def assert_targets_follow(compiled):
+def assert_targets_follow(compiled, kind):
     """After an update with learning rates of 0 only the target critics have moved, by tau = 0.25."""
     compiled.target_critics.add_(1.0)
     before = [tensor.clone() for tensor in (compiled.actor, compiled.critics, compiled.target_critics)]
     with torch.no_grad():
-        compiled.update(policy_is_due=True)
+        compiled.learn(*kind)
     assert torch.equal(compiled.actor, before[0]) and torch.equal(compiled.critics, before[1])
     assert torch.allclose(compiled.target_critics, before[2] - 0.25, atol=1e-6)
 
@@ -109,46 +104,57 @@ def assert_targets_follow(compiled):
 def assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times):
     """With --policy-frequency 3 each third update of the critics, the first among them, is followed by `times` ones."""
     agent_class, seen = getattr(importlib.import_module(script), agent_class), []
-    for name in ("update_critics", "update_actor"):
-        update = getattr(agent_class, name)
-        patched = lambda agent, batch, name=name, update=update: seen.append(name) or update(agent, batch)  # noqa: E731
-        monkeypatch.setattr(agent_class, name, patched)
+    minimize = agent_class.minimize
+
+    def noting(agent, loss_function, *rest):
+        seen.append(loss_function.__name__)
+        minimize(agent, loss_function, *rest)
+
+    monkeypatch.setattr(agent_class, "minimize", noting)
     flags = ["--total-timesteps", 120, "--learning-starts", 100, "--num-envs", 2, "--policy-frequency", 3]
     run = launch(script, *flags, "--buffer-size", 200, "--batch-size", 8)
     expected = []
     for n in range(run.summary["updates"]):
-        expected += ["update_critics"] + (["update_actor"] * times if n % 3 == 0 else [])
-    assert seen == expected and len(seen) > 20
+        expected += ["qf_loss"] + (["actor_loss"] * times if n % 3 == 0 else [])
+    assert [name for name in seen if name != "alpha_loss"] == expected and len(expected) > 20
+    assert seen.count("alpha_loss") == (expected.count("actor_loss") if script.startswith("sac") else 0)
+
+
+def as_on_a_gpu(*shape, device):
+    """Instead of a script's `mirrored`: the host's tensor is another than the device's, also on a CPU."""
+    return torch.zeros(shape), torch.zeros(shape, device=device)
 
 
 def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *more):
-    """What a GPU does, here on the CPU: an update may begin before the step it belongs to, but makes the same run.
+    """An update may begin before the environments' steps that lead up to it, but makes the same run.
 
-    With one environment: with more the CPU acts after each of a step's updates, and draws other random numbers.
+    Once they wait for these steps, with the memory of host and device in one, once they begin as soon as they may.
     """
     module, ended, early = importlib.import_module(script), [], []
-    waiting = getattr(module, agent_class)
+    original = getattr(module, agent_class)
 
-    class Overlapping(waiting):
-        overlaps = property(lambda self: True, lambda self, value: None)
+    class Waiting(original):
+        must_wait = property(lambda self: True, lambda self, value: None)
 
-        def act(self):
-            super().act()
-            self.added_before = self.ring.added
+    class Early(original):
+        def act(self, observation):
+            self.added_before = self.buffer.added
+            return super().act(observation)
 
-        def update(self, policy_is_due):
-            early.append(self.ring.added == self.added_before)
-            super().update(policy_is_due)
+        def update(self, *arguments):
+            early.append(self.buffer.added == self.added_before)
+            super().update(*arguments)
 
     flags = ["--total-timesteps", 300, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, *more]
-    for each in (waiting, Overlapping):
+    for each in (Waiting, Early):
         made = lambda *a, each=each: ended.append(each(*a)) or ended[-1]  # noqa: E731
         monkeypatch.setattr(module, agent_class, made)
         ended.append(launch(script, *flags))
+        monkeypatch.setattr(module, "mirrored", as_on_a_gpu)
     one, first, other, second = ended
     assert {True, False} == set(early), "updates before and after the steps that lead up to them"
     assert first.summary["updates"] == second.summary["updates"] >= 200
     assert first.episodes == second.episodes and len(first.episodes) > 5
-    for name in ("actor", "critics", "target_critics", "losses"):
+    for name in ("actor", "critics", "target_critics"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert first.metrics[-1]["qf_loss"] == second.metrics[-1]["qf_loss"]

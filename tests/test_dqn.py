@@ -11,17 +11,17 @@ import agents
 import dqn_torchcompile
 import environments
 from dqn import linear_schedule, times_due
+from dqn_torchcompile import next_due
 from probes import GAMMA, train
 
-NETWORKS = {"parameters": "q_network", "target_parameters": "target_network"}
+NETWORKS = {"q_network": "q_network", "target_network": "target_network"}
 SCRIPTS = [("dqn", "DQNAgent"), ("dqn_torchcompile", "CompiledDQNAgent")]
 
 
 def pair(**arguments):
-    eager, compiled, batch, numbers = agents.pair("dqn", "DQNAgent", "CompiledDQNAgent", NETWORKS, **arguments)
-    compiled.ring.draw = lambda shape, ahead: numbers
+    eager, compiled, batch = agents.pair("dqn", "DQNAgent", "CompiledDQNAgent", NETWORKS, **arguments)
     with torch.no_grad():  # a target that is not the network itself
-        compiled.target_parameters.mul_(1.5)
+        compiled.target_network.mul_(1.5)
         for parameter in eager.target_network.parameters():
             parameter.mul_(1.5)
     return eager, compiled, batch
@@ -57,19 +57,23 @@ def test_share_of_random_actions(monkeypatch, tmp_path, script, agent_class, eps
     assert low <= 1000 - len(asked) <= high
 
 
-def test_times_due_counts_every_multiple_once():
+def test_times_due_counts_every_multiple_once_and_next_due_finds_the_next():
     for num_envs in (1, 3, 4, 10, 64):
         for frequency in (1, 7, 10):
             steps = range(num_envs, 64 * 30 + 1, num_envs)
             assert sum(times_due(step, num_envs, frequency) for step in steps) == steps[-1] // frequency
+            due = [step for step in steps if times_due(step, num_envs, frequency)]
+            for step in steps[:-20]:
+                assert next_due(step, num_envs, frequency) == next(other for other in due if other > step)
 
 
 def test_acting_on_the_host_is_the_network():
     _, compiled, _ = pair()
     observation = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     with torch.no_grad():
-        compiled.store_and_update()  # what the host reads follows every update
-        q = compiled.q_net(compiled.parameters, torch.as_tensor(observation))
+        compiled.learn(draw_is_due=True)  # with the draw goes what the host needs
+        compiled.must_wait(1)
+        q = compiled.q_values(compiled.q_network, torch.as_tensor(observation))
     assert compiled.act(observation) == q.argmax(1).tolist()
     assert len(set(compiled.act(observation))) > 1
 
@@ -78,21 +82,20 @@ def test_one_update_is_the_same_in_both_versions():
     eager, compiled, batch = pair()
     eager.update(batch)
     with torch.no_grad():
-        compiled.store_and_update()
+        compiled.learn(draw_is_due=False)
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
-    losses, _ = compiled.receive()
-    assert losses["td_loss"].item() == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
-    assert losses["q_value"].item() == pytest.approx(eager.losses["q_value"].item(), rel=1e-3)
+    assert compiled.losses["td_loss"].item() == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
+    assert compiled.losses["q_value"].item() == pytest.approx(eager.losses["q_value"].item(), rel=1e-3)
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
     eager, compiled, batch = pair()
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.store_and_update))
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for _ in range(3):
         eager.update(batch)
-        update()
-    assert compiled.adam.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
+        update(False)
+    assert compiled.optimizer.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
 
@@ -112,7 +115,9 @@ def test_target_network_is_renewed_when_due(launch, monkeypatch, script, agent_c
     assert seen == [n for n in range(3, 301, 3) if n > 100 for _ in range(n // 7 - (n - 3) // 7)] and len(seen) > 25
 
 
-@pytest.mark.parametrize("num_envs, train_frequency, target_frequency", [(1, 10, 25), (3, 10, 7), (4, 2, 6)])
+@pytest.mark.parametrize(
+    "num_envs, train_frequency, target_frequency", [(1, 10, 25), (3, 10, 7), (4, 2, 6), (3, 2, 500)]
+)
 def test_updates_beside_the_environments_make_the_same_run(
     launch, monkeypatch, num_envs, train_frequency, target_frequency
 ):
@@ -120,41 +125,42 @@ def test_updates_beside_the_environments_make_the_same_run(
     flags = ["--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, "--num-envs"]
     flags += [num_envs, "--train-frequency", train_frequency, "--target-network-frequency", target_frequency]
     ended, early = [], []
+    waiting = dqn_torchcompile.CompiledDQNAgent
 
-    class Overlapping(dqn_torchcompile.CompiledDQNAgent):
-        overlaps = property(lambda self: True, lambda self, value: None)
+    class Early(waiting):
+        def must_wait(self, steps):
+            super().must_wait(steps)
+            self.added_before = self.buffer.added
+            return self.host_answer[-1].item() <= steps
 
-        def draw(self):
-            self.added_before = self.ring.added
-            super().draw()
+        def update(self, batch):
+            early.append(self.buffer.added == self.added_before)
+            super().update(batch)
 
-        def update_on(self, numbers):
-            early.append(self.ring.added == self.added_before)
-            super().update_on(numbers)
-
-    for agent_class in (dqn_torchcompile.CompiledDQNAgent, Overlapping):
+    for agent_class in (waiting, Early):
         made = lambda *a, c=agent_class: ended.append(c(*a)) or ended[-1]  # noqa: E731
         monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", made)
         ended.append(launch("dqn_torchcompile", *flags, env_id="CartPole-v1"))
+        monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
     one, first, other, second = ended
     assert {True, False} == set(early), "updates before and after the steps that lead up to them"
     assert first.summary["updates"] == second.summary["updates"] > 45
     assert first.episodes == second.episodes and len(first.episodes) > 5
-    for name in ("parameters", "target_parameters", "losses"):
+    for name in ("q_network", "target_network"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert first.metrics[-1]["td_loss"] == second.metrics[-1]["td_loss"]
 
 
 def test_without_a_learning_rate_nothing_moves_and_the_target_follows_tau():
     eager, compiled, _ = pair(learning_rate=0.0, tau=0.25)
-    parameters, target = compiled.parameters.clone(), compiled.target_parameters.clone()
+    parameters, target = compiled.q_network.clone(), compiled.target_network.clone()
     with torch.no_grad():
-        compiled.store_and_update()
+        compiled.learn(draw_is_due=True)
     compiled.update_target()
     eager.update_target()
-    assert torch.equal(compiled.parameters, parameters)
-    assert torch.allclose(compiled.target_parameters, 0.75 * target + 0.25 * parameters, atol=1e-6)
-    agents.assert_same(compiled.target_parameters, agents.flat(eager.target_network))
+    assert torch.equal(compiled.q_network, parameters)
+    assert torch.allclose(compiled.target_network, 0.75 * target + 0.25 * parameters, atol=1e-6)
+    agents.assert_same(compiled.target_network, agents.flat(eager.target_network))
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
@@ -163,15 +169,12 @@ def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
     for factor in (1.0, 3.0):
         eager, compiled, batch = pair()
         batch["terminated"] = torch.full_like(batch["terminated"], end)
-        compiled.ring.transitions["terminated"].fill_(bool(end))
         with torch.no_grad():
-            compiled.target_parameters.mul_(factor)
+            compiled.target_network.mul_(factor)
             for parameter in eager.target_network.parameters():
                 parameter.mul_(factor)
-            compiled.store_and_update()
-        eager.update(batch)
-        losses["compiled"].append(compiled.receive()[0]["td_loss"].item())
-        losses["eager"].append(eager.losses["td_loss"].item())
+        for name, agent in (("eager", eager), ("compiled", compiled)):
+            losses[name].append(agent.td_loss(agent.q_network, batch)[0].item())
     for without, changed in losses.values():
         assert (abs(without - changed) > 0.01) is matters
 
@@ -190,9 +193,7 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, num_envs, probe):
     @torch.no_grad()
     def q(observation):
         observations = torch.tensor([[float(observation)]])
-        if script == "dqn":
-            return agent.q_network(observations)[0].numpy()
-        return agent.q_net(agent.parameters, observations)[0].numpy()
+        return agent.q_values(agent.q_network, observations)[0].numpy()
 
     expected = {
         "ConstantReward": {0: [1, 1]},

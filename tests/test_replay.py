@@ -1,5 +1,6 @@
 """The replay ring of the compiled scripts and the eager buffer, checked against a plain list of transitions."""
 
+import itertools
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import agents
+import dqn_torchcompile
 from dqn import ReplayBuffer
 from dqn_torchcompile import ReplayRing
 
@@ -62,89 +65,125 @@ def assert_holds(ring, happened, first):
             assert batch["next_observation"][row].tolist() == after.tolist()
 
 
+def step_all(ring, stream, happened):
+    """One step of every environment, staged."""
+    for i in range(stream.num_envs):
+        transition, _ = stream.step(i)
+        happened.append(transition)
+        before, action, reward, terminated, truncated, after = transition
+        ring.add(before, after, action, reward, terminated, truncated)
+
+
+def draw(ring, newest):
+    """Numbers drawn for the time when `newest` transitions are written."""
+    youngest = ring.draw(torch.tensor([newest]))
+    assert youngest == ring.drawn.max()
+    return ring.drawn.flatten().clone()
+
+
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("discrete", [False, True])
 @pytest.mark.parametrize("limit", [None, 5])
 def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_envs, discrete, limit):
     lengths = MIXED if limit is None else [(3, "terminated"), (5, "truncated"), (5, "terminated and truncated")]
-    stream, ring = Stream(num_envs, lengths, discrete), None
-    ring = ReplayRing(20, fake_env(limit, discrete), num_envs, num_envs, CPU)
-    ring.start(np.stack([stream.observation(i) for i in range(num_envs)]))
-    happened = []
+    stream, happened = Stream(num_envs, lengths, discrete), []
+    ring = ReplayRing(20, fake_env(limit, discrete), num_envs, num_envs, (1, 4000), CPU)
     for _ in range(60):
-        for i in range(num_envs):
-            transition, newest = stream.step(i)
-            happened.append(transition)
-            _, action, reward, terminated, truncated, after = transition
-            ring.add(i, newest, action, reward, terminated, after if truncated and not terminated else None)
-        ring.upload()
+        step_all(ring, stream, happened)
+        ring.upload(non_blocking=False)
         ring.write()
         assert ring.written.item() == len(happened)
-        numbers = ring.draw((4000,), ahead=0)
         first = max(len(happened) - 20, 0)
-        assert set(numbers.tolist()) == set(range(first, len(happened))), "none is missing, none is sampled too long"
+        drawn = set(draw(ring, len(happened)).tolist())
+        assert drawn == set(range(first, len(happened))), "none is missing, none is sampled too long"
         assert_holds(ring, happened, first)
 
 
+@pytest.mark.parametrize("separate", [False, True], ids=["one memory", "host and device"])
 @pytest.mark.parametrize("limit", [None, 50])  # with the latter fewer copies than truncations
-@pytest.mark.parametrize("rows", [7, 12])
-def test_ring_written_in_blocks_that_are_sometimes_half_filled(rows, limit):
-    stream, ring, happened = Stream(1, MIXED), ReplayRing(20, fake_env(limit), 1, rows, CPU), []
-    ring.start(np.stack([stream.observation(0)]))
-    for block in range(40):
-        drawn_before = ring.draw((500,), ahead=1 + block * 5 % rows)
-        for row in range(1 + block * 5 % rows):
-            transition, newest = stream.step(0)
-            happened.append(transition)
-            _, action, reward, terminated, truncated, after = transition
-            ring.add(row, newest, action, reward, terminated, after if truncated and not terminated else None)
-        for number in set(drawn_before[drawn_before < ring.written].tolist()):  # gathered while the block is staged
-            assert_holds(ring, happened[: number + 1], number)
-        ring.upload()
+@pytest.mark.parametrize("num_envs, rows", [(1, 7), (1, 12), (3, 9)])
+def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_envs, rows, limit, separate):
+    """Transitions are drawn up to two blocks before they are gathered, some of them before they have happened."""
+    if separate:
+        monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
+    lengths = [(1, "truncated")] if limit else MIXED
+    stream, happened, earlier = Stream(num_envs, lengths), [], []
+    ring = ReplayRing(20, fake_env(limit), num_envs, rows, (1, 500), CPU)
+    sizes = [num_envs * (1 + block * 5 % (rows // num_envs)) for block in range(41)]
+    for size, next_size in itertools.pairwise(sizes):
+        drawn = [*earlier, draw(ring, len(happened) + size)]
+        earlier = [draw(ring, len(happened) + size + next_size)]
+        for _ in range(size // num_envs):
+            step_all(ring, stream, happened)
+        for number in {number for numbers in drawn for number in numbers.tolist() if number < ring.written}:
+            assert_holds(ring, happened[: number + 1], number)  # gathered while the block is staged
+        ring.upload(non_blocking=False)
         for _ in range(2):  # the second time nothing is new
             ring.write()
         assert ring.written.item() == len(happened)
         assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - 20))
-        for number in set(drawn_before.tolist()):  # gathered after it
-            assert_holds(ring, happened[: number + 1], number)
+        for number in {number for numbers in drawn for number in numbers.tolist()}:
+            assert_holds(ring, happened[: number + 1], number)  # gathered after it
+        assert max(earlier[0].tolist()) >= len(happened), "some are still to come"
 
 
 def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation():
     """An environment that truncates far earlier than its declared limit leaves fewer copies than truncations."""
-    stream, ring, happened = (
-        Stream(1, [(1, "truncated"), (2, "truncated")]),
-        ReplayRing(20, fake_env(50), 1, 1, CPU),
-        [],
-    )
-    ring.start(np.stack([stream.observation(0)]))
+    stream, happened = Stream(1, [(1, "truncated"), (2, "truncated")]), []
+    ring = ReplayRing(20, fake_env(50), 1, 1, (1, 500), CPU)
     for _ in range(100):
-        transition, newest = stream.step(0)
-        happened.append(transition)
-        _, action, reward, terminated, truncated, after = transition
-        drawn_before = ring.draw((500,), ahead=1)
-        ring.add(0, newest, action, reward, terminated, after if truncated else None)
-        ring.upload()
+        drawn_before = draw(ring, len(happened) + 1)
+        step_all(ring, stream, happened)
+        ring.upload(non_blocking=False)
         ring.write()
         assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - 20))
         assert ring.written.item() > ring.oldest.item()
         for number in set(drawn_before.tolist()):  # drawn before the step, gathered after it
             assert_holds(ring, happened[: number + 1], number)
+    assert ring.oldest.item() > 80
+
+
+def test_ring_copies_what_it_is_given():
+    """Environments may hand out the same array at each step."""
+    ring, observation, action = ReplayRing(20, fake_env(None), 1, 1, (1, 1), CPU), np.ones(3), np.ones(2)
+    for n in range(3):
+        observation[:], action[:] = n, n
+        ring.add(observation, observation, action, n, False, False)
+        observation[:], action[:] = -1, -1
+        ring.upload(non_blocking=False)
+        ring.write()
+    batch = ring.gather(torch.arange(3))
+    assert batch["observation"][:, 0].tolist() == batch["action"][:, 0].tolist() == [0, 1, 2]
 
 
 def test_draws_are_uniform_and_reach_the_transitions_that_are_still_to_come():
-    ring = ReplayRing(10, fake_env(None), 2, 2, CPU)
+    ring = ReplayRing(10, fake_env(None), 2, 2, (1, 100_000), CPU)
     ring.written.fill_(37)
     torch.manual_seed(0)
-    counts = torch.bincount(ring.draw((100_000,), ahead=2) - 29, minlength=10)
+    counts = torch.bincount(draw(ring, 39) - 29, minlength=10)
     assert len(counts) == 10
     assert (counts - 10_000).abs().max() < 500  # five standard deviations
 
 
+def test_batches_drawn_at_once_are_sampled_in_turn():
+    stream, ring, happened = Stream(2, MIXED), ReplayRing(20, fake_env(None), 2, 2, (3, 8), CPU), []
+    for _ in range(10):
+        step_all(ring, stream, happened)
+        ring.upload(non_blocking=False)
+        ring.write()
+    for turns in (2, 3):
+        draw(ring, 20)
+        for turn in range(turns):
+            rewards = [happened[number][2] for number in ring.drawn[turn].tolist()]
+            assert ring.sample()["reward"].tolist() == rewards
+    assert len(set(map(tuple, ring.drawn.tolist()))) == 3
+
+
 def test_ring_memory_is_one_observation_a_transition():
     env = gym.make("CartPole-v1")
-    ring = ReplayRing(10_000, env, 1, 10, CPU)
+    ring = ReplayRing(10_000, env, 1, 10, (1, 128), CPU)
     assert ring.nbytes < 10_000 * (4 * 4 + 4 + 4 + 1 + 4) * 1.01
-    ring = ReplayRing(10_000, fake_env(1000, discrete=True, dtype=np.uint8, observation_dim=128), 1, 1, CPU)
+    ring = ReplayRing(10_000, fake_env(1000, discrete=True, dtype=np.uint8, observation_dim=128), 1, 1, (1, 128), CPU)
     assert ring.observations.dtype == torch.uint8
     assert ring.nbytes < 10_000 * (128 + 4 + 4 + 1 + 4) * 1.01
 

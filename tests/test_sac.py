@@ -48,78 +48,73 @@ def test_actions_fill_asymmetric_bounds_and_no_more():
     assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
     assert (np.ptp(action, axis=0) > 0.8 * np.array([3, 0.5, 2])).all()
     with torch.no_grad():
-        rows = []
-        for _ in range(500):
-            compiled.act()
-            rows.append(compiled.receive()[0][0])
+        rows = [compiled.act(observation[:1])[0] for _ in range(500)]
     assert (np.array(rows) >= [-1, 0, -3]).all() and (np.array(rows) <= [2, 0.5, -1]).all()
     assert len(np.unique(np.array(rows)[:, 0])) > 490, "fresh noise at each call"
 
 
 @pytest.mark.parametrize("policy_is_due, targets_are_due", [(False, True), (True, True), (True, False)])
 def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due):
-    eager, compiled, batch, _ = pair(target_network_frequency=2)
-    compiled.updates.fill_(4 if targets_are_due else 5)
+    eager, compiled, batch = pair()
     torch.manual_seed(1)
     eager.update(batch, policy_is_due, targets_are_due)
     torch.manual_seed(1)
     with torch.no_grad():
-        compiled.update(policy_is_due)
-    assert compiled.updates.item() == (5 if targets_are_due else 6)
+        compiled.learn(policy_is_due, targets_are_due)
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
-    assert compiled.losses[0].item() == pytest.approx(eager.losses["qf_loss"].item(), rel=1e-4)
+    assert compiled.losses["qf_loss"].item() == pytest.approx(eager.losses["qf_loss"].item(), rel=1e-4)
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
-    eager, compiled, batch, _ = pair(policy_frequency=1)
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.update_with_policy))
+    eager, compiled, batch = pair(policy_frequency=1)
+    update = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for n in range(3):
         torch.manual_seed(n)
         eager.update(batch, True, True)
         torch.manual_seed(n)
-        compiled.turn.zero_()
-        update()
-    for adam in (compiled.critic_adam, compiled.actor_adam, compiled.alpha_adam):
+        update(True, True)
+    for adam in (compiled.critic_optimizer, compiled.actor_optimizer, compiled.alpha_optimizer):
         assert adam.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
-    assert compiled.losses[1].item() == pytest.approx(eager.losses["actor_loss"].item(), rel=1e-4)
-    assert compiled.losses[2].item() == pytest.approx(eager.losses["alpha_loss"].item(), rel=1e-4)
+    assert compiled.losses["actor_loss"].item() == pytest.approx(eager.losses["actor_loss"].item(), rel=1e-4)
+    assert compiled.losses["alpha_loss"].item() == pytest.approx(eager.losses["alpha_loss"].item(), rel=1e-4)
 
 
 def test_alpha_moves_only_when_tuned_and_enters_as_its_exponential():
     for autotune in (True, False):
-        eager, compiled, batch, _ = pair(autotune=autotune, alpha=0.3)
+        eager, compiled, batch = pair(autotune=autotune, alpha=0.3)
         start = eager.log_alpha.exp().item()
         assert start == pytest.approx(1.0 if autotune else 0.3)
         eager.update(batch, True, True)
         with torch.no_grad():
-            compiled.update(True)
-            compiled.act()
+            compiled.learn(True, True)
         assert (eager.log_alpha.exp().item() != start) is autotune
         assert (compiled.log_alpha.exp().item() != start) is autotune
-        assert compiled.receive()[2]["alpha"] == pytest.approx(compiled.log_alpha.exp().item())
+        for agent in (eager, compiled):
+            assert agent.losses["alpha"].item() == pytest.approx(agent.log_alpha.exp().item())
+            assert ("alpha_loss" in agent.losses) is autotune
 
 
 def test_alpha_loss_has_the_gradient_of_the_eager_one():
-    eager, compiled, batch, _ = pair()
+    eager, compiled, batch = pair()
     eager.log_alpha.data.fill_(-1.3)
     compiled.log_alpha.fill_(-1.3)
     torch.manual_seed(5)
-    eager.update_alpha(batch)
+    eager.minimize(eager.alpha_loss, eager.log_alpha, eager.alpha_optimizer, batch)
     torch.manual_seed(5)
     with torch.no_grad():
-        compiled.update_alpha(batch)
-    gradient = compiled.alpha_adam.first_moment / (1 - 0.9)
+        compiled.minimize(compiled.alpha_loss, compiled.log_alpha, compiled.alpha_optimizer, batch)
+    gradient = compiled.alpha_optimizer.first_moment / (1 - 0.9)
     assert gradient.item() == pytest.approx(eager.log_alpha.grad.item(), rel=1e-4)
 
 
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
-    _, compiled, _, _ = pair(policy_lr=0.0, q_lr=0.0, tau=0.25)
-    agents.assert_targets_follow(compiled)
+    _, compiled, _ = pair(policy_lr=0.0, q_lr=0.0, tau=0.25)
+    agents.assert_targets_follow(compiled, (True, True))
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
@@ -127,7 +122,9 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=3)
 
 
-@pytest.mark.parametrize("flags", [(), ("--policy-frequency", 3, "--no-autotune", "--target-network-frequency", 3)])
+@pytest.mark.parametrize(
+    "flags", [("--num-envs", 2), ("--policy-frequency", 3, "--no-autotune", "--target-network-frequency", 2)]
+)
 def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
     script, agent_class = SCRIPTS[1]
     agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
@@ -150,8 +147,6 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
 
     def mean_action(observation):
         observations = torch.full((256, 1), float(observation))
-        is_eager = isinstance(agent.critics, torch.nn.ModuleList)
-        inputs = (observations,) if is_eager else (agent.actor, observations)
-        return agent.policy(*inputs)[0].mean().item()
+        return agent.policy(agent.actor, observations)[0].mean().item()
 
     assert_learned(agent, probe, mean_action)
