@@ -474,8 +474,7 @@ class FlatModule:
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of `flat`, [P], with the names and shapes of the module's parameters."""
         parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
-        views = {name: (part.view(shape[::-1]), len(shape) == 2) for (name, shape), part in parts}
-        return {name: view.mT if is_matrix else view for name, (view, is_matrix) in views.items()}
+        return {name: x.view(shape[::-1]).mT if len(shape) == 2 else x.view(shape) for (name, shape), x in parts}
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return functional_call(self.module, self.split(flat), inputs, tie_weights=False)

@@ -3,6 +3,7 @@
 import importlib
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
@@ -66,21 +67,27 @@ def test_same_seed_same_episodes(runs, launch, variant):
     assert launch(script, *FLAGS, *frequency, *VARIANTS[variant]).episodes == variants[variant].episodes
 
 
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch):
-    import dqn_torchcompile
+@pytest.mark.parametrize("script", AGENTS)
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, script):
+    module = importlib.import_module(script)
+    agent_class, is_dqn = getattr(module, AGENTS[script]), script.startswith("dqn")
 
-    class Waiting(dqn_torchcompile.CompiledDQNAgent):
-        overlaps = property(lambda self: False, lambda self, value: None)
+    class Waiting(agent_class):
+        if is_dqn:
 
-        def store_and_update(self):
-            super().store_and_update()
-            self.receive()  # what the host acts with is a copy here
+            def must_wait(self, steps):
+                super().must_wait(steps)
+                return True
+        else:
+            must_wait = property(lambda self: True, lambda self, value: None)
 
     flags = ["--cuda", "--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8]
-    first = launch("dqn_torchcompile", *flags, env_id="CartPole-v1")
-    monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", Waiting)
-    second = launch("dqn_torchcompile", *flags, env_id="CartPole-v1")
-    assert first.episodes == second.episodes and first.summary["updates"] == second.summary["updates"] == 50
+    env_id = {"env_id": "CartPole-v1"} if is_dqn else {}
+    first = launch(script, *flags, **env_id)
+    monkeypatch.setattr(module, AGENTS[script], Waiting)
+    second = launch(script, *flags, **env_id)
+    assert first.episodes == second.episodes
+    assert first.summary["updates"] == second.summary["updates"] == (50 if is_dqn else 500)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
@@ -93,41 +100,37 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
     module, device = importlib.import_module(script), torch.device("cuda")
     env = gym.make("ToyDiscrete-v0" if script.startswith("dqn") else "ToyContinuous-v0", disable_env_checker=True)
     args = module.Args(buffer_size=1000, batch_size=64)
-    agent = getattr(module, AGENTS[script])(args, env, device)
-    ring = agent.ring
-    drawn = torch.zeros(args.batch_size, dtype=torch.long, device=device)
-    largest = torch.zeros((), device=device)
+    ring = module.ReplayRing(args.buffer_size, env, 1, 1, (1, args.batch_size), device)
+    newest, largest = torch.ones(1, dtype=torch.long, device=device), torch.zeros((), device=device)
 
     def step():
-        drawn.copy_(ring.draw(drawn.shape, ahead=0))
-        largest.copy_(ring.gather(drawn)["reward"].abs().max())
+        ring.draw(newest)
+        largest.copy_(ring.sample()["reward"].abs().max())
 
     options = {"fallback_random": True}
     write, step = (
         CudaGraphModule(torch.compile(f, fullgraph=True, options=options) if compiled else f, warmup=3)
         for f in (ring.write, step)
     )
-    ring.written.fill_(1)
     for f in (write, step):
         for _ in range(5):
             f()
-    ring.written.zero_()
-    ring.start(env.observation_space.sample()[None])
     for n in range(900):  # with one environment, one row each
-        observation = torch.full((4,), float(n)).numpy()
-        ring.add(0, observation, env.action_space.sample(), float(n), False)
-        ring.upload()
+        before, after = (torch.full((4,), float(k)).numpy() for k in (n, n + 1))
+        ring.add(before, after, env.action_space.sample(), float(n), False, False)
+        ring.upload(non_blocking=False)
         write()
     assert ring.written.item() == 900
+    newest.fill_(900)
     stored = ring.gather(torch.arange(900, device=device))
-    assert stored["reward"].tolist() == [float(n) for n in range(900)]
-    assert stored["next_observation"][:, 0].tolist() == [float(n) for n in range(900)]
+    assert stored["reward"].tolist() == stored["observation"][:, 0].tolist() == [float(n) for n in range(900)]
+    assert stored["next_observation"][:, 0].tolist() == [float(n + 1) for n in range(900)]
 
     draws = []
     for _ in range(1000):
         step()
-        draws.append(drawn.clone())
-        assert largest.item() == drawn.max().item()
+        draws.append(ring.drawn[0].clone())
+        assert largest.item() == ring.drawn.max().item()
     draws = torch.stack(draws)
     assert len(draws.unique(dim=0)) == 1000
     numbers = draws.double()
@@ -144,21 +147,17 @@ def test_two_observations_give_two_actions_from_a_captured_policy(script):
     module = importlib.import_module(script)
     env = gym.make("ToyContinuous-v0", disable_env_checker=True)
     args = module.Args(buffer_size=100, batch_size=8)
-    agent = getattr(module, AGENTS[script])(args, env, torch.device("cuda"))
-    agent.ring.written.fill_(1)
-    act = CudaGraphModule(agent.act, warmup=3)
+    torch.manual_seed(0)
+    ring = module.ReplayRing(args.buffer_size, env, 1, 1, (1, args.batch_size), torch.device("cuda"))
+    agent = getattr(module, AGENTS[script])(args, env, ring, torch.device("cuda"))
+    agent.choose = CudaGraphModule(agent.choose, warmup=3)
 
-    def mean_action(observation):
-        agent.ring.incoming[:, :4] = observation
-        actions = []
-        for _ in range(400):
-            act()
-            actions.append(torch.as_tensor(agent.receive()[0]))
-        actions = torch.cat(actions)
-        assert len(actions.unique(dim=0)) > 300  # fresh noise, and `receive` gives copies
+    def mean_action(value):
+        observation = np.full((1, 4), value, np.float32)
+        actions = torch.cat([torch.as_tensor(agent.act(observation)) for _ in range(400)])
+        assert len(actions.unique(dim=0)) > 300  # fresh noise, and `act` gives copies
         return actions.mean(0)
 
-    for _ in range(5):
-        act()
-    difference = mean_action(-100.0) - mean_action(100.0)
+    mean_action(0.0)
+    difference = mean_action(-10.0) - mean_action(10.0)
     assert difference.abs().max() > 0.2
