@@ -32,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -486,7 +486,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Sequence[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
+def warm_up(steps: Iterable[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: `state`, random numbers."""
     started, saved = run.now(), [tensor.clone() for tensor in state]
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
@@ -501,9 +501,9 @@ def warm_up(steps: Sequence[Callable], state: Sequence[torch.Tensor], run: Run) 
 class CompiledDQNAgent:
     """The network, its target, its optimiser, and the update on them.
 
-    The steps that `main` compiles and captures (`learn` and the ring's `write`) take no tensor and return none: they
-    work on tensors of fixed address, so that a captured graph is replayed without copies. A network this small acts on
-    the host, in NumPy, several times faster than a compiled call would: one row takes less time than the call.
+    The step that `main` compiles and captures (`learn`) takes no tensor and returns none: it works on tensors of fixed
+    address, so that a captured graph is replayed without copies. A network this small acts on the host, in NumPy,
+    several times faster than a compiled call would: one row takes less time than the call.
     """
 
     @torch.no_grad()
@@ -604,25 +604,23 @@ def main(args: Args) -> None:
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
-        # Compilation and capture: a full graph for storing, and for each kind of update
-        steps = [buffer.write, agent.learn]
+        # Compilation and capture: a full graph for each kind of update
+        learn = agent.learn
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only the kind of update; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            steps = [torch.compile(step, fullgraph=True, options={**options}) for step in steps]  # it empties them
+            learn = torch.compile(learn, fullgraph=True, options=options)
         kinds = {True, args.num_envs <= args.train_frequency}
-        steps[1:] = [functools.partial(steps[1], kind) for kind in kinds]
+        updates = {kind: functools.partial(learn, kind) for kind in kinds}
         if args.cudagraphs:
-            steps = [CudaGraphModule(step, warmup=3) for step in steps]
-        store, *updates = steps
-        updates = dict(zip(kinds, updates, strict=True))
+            updates = {kind: CudaGraphModule(update, warmup=3) for kind, update in updates.items()}
         if args.compile or args.cudagraphs:
-            warm_up(steps, agent.state(), run)
+            warm_up(updates.values(), agent.state(), run)
 
-        def learn(count: int) -> None:
+        def update_all(count: int) -> None:
             agent.newest.fill_(next_due(block_end, args.num_envs, args.train_frequency))
             for n in range(count):
                 updates[n == count - 1]()
@@ -644,7 +642,7 @@ def main(args: Args) -> None:
                 # Learn while the environments step, unless a batch has a transition that is still to come
                 must_wait = agent.must_wait(block_end - run.global_step) if is_learning else True
                 if due and not must_wait:
-                    learn(due)
+                    update_all(due)
 
             # Act: at random with probability ε, else greedily
             duration = args.exploration_fraction * args.total_timesteps
@@ -664,7 +662,7 @@ def main(args: Args) -> None:
             # Learn what had to wait
             if run.global_step >= block_end:
                 buffer.upload(non_blocking=is_learning)
-                learn(due) if must_wait and due else store()
+                update_all(due) if must_wait and due else buffer.write()
                 run.updates += due
                 for _ in range(targets_due):
                     agent.update_target()

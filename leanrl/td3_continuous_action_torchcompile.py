@@ -32,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -485,7 +485,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Sequence[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
+def warm_up(steps: Iterable[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: `state`, random numbers."""
     started, saved = run.now(), [tensor.clone() for tensor in state]
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
@@ -620,8 +620,8 @@ def main(args: Args) -> None:
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
-        # Compilation and capture: a full graph for storing, for acting, and for each kind of update
-        steps = [buffer.write, agent.choose, agent.learn]
+        # Compilation and capture: a full graph for acting, and for each kind of update
+        steps = [agent.choose, agent.learn]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only the kind of update; steps that an earlier run compiled must go
@@ -630,10 +630,10 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             steps = [torch.compile(step, fullgraph=True, options={**options}) for step in steps]  # it empties them
         kinds = {True, args.policy_frequency == 1}
-        steps[2:] = [functools.partial(steps[2], kind) for kind in kinds]
+        steps[1:] = [functools.partial(steps[1], kind) for kind in kinds]
         if args.cudagraphs:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
-        store, agent.choose, *updates = steps
+        agent.choose, *updates = steps
         updates = dict(zip(kinds, updates, strict=True))
         if args.compile or args.cudagraphs:
             warm_up(steps, agent.state(), run)
@@ -666,7 +666,7 @@ def main(args: Args) -> None:
 
             # Learn what had to wait: one update for each step of each environment
             if agent.must_wait:
-                store()  # else the next `choose` does it
+                buffer.write()  # else the next `choose` does it
                 if is_learning:
                     update_all()
             run.log(agent.losses if run.updates else {}, args.learning_rate)
