@@ -349,7 +349,8 @@ class ReplayRing:
     def __init__(
         self, capacity: int, env: gym.Env, num_envs: int, rows: int, batches: tuple[int, int], device: torch.device
     ):
-        self.capacity, self.num_envs, self.device, self.slots = capacity, num_envs, device, capacity + num_envs
+        self.capacity, self.num_envs, self.device = capacity, num_envs, device
+        self.slots = max(capacity, rows) + num_envs  # beyond the capacity: the newest next observations
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
         copies = min(self.slots // longest + num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
         self.copies, self.owners = copies, deque(maxlen=copies - 2 * rows)
@@ -375,6 +376,7 @@ class ReplayRing:
         self.staged, self.incoming = mirrored(rows, sum(self.widths), device=device)
         self.host_columns = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.row = torch.arange(rows, device=device)
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
         """Stages a transition, the environments taking turns."""
@@ -385,18 +387,24 @@ class ReplayRing:
             if len(self.owners) == self.owners.maxlen:
                 # The copies to be reused next belong to transitions that are sampled no more, nor any older one
                 self.oldest.fill_(self.owners[0] + 1)
+                if self.owners[0] >= self.added - self.capacity:
+                    warnings.warn("episodes truncated before the environment's limit shorten the replay", stacklevel=2)
             self.owners.append(self.added)
         self.added += 1
         observations, next_observations, actions, rest = self.host_columns
         if self.filled == 0:
+            if self.sent is not None:
+                self.sent.synchronize()
             rest[:, -1] = 0  # none is in use
         row, self.filled = self.filled, self.filled + 1
         observations[row], next_observations[row], actions[row] = observation, next_observation, action
         rest[row] = reward, terminated, copy, 1
 
-    def upload(self, non_blocking: bool) -> None:
-        """Sends the staged rows to the device. Without blocking, the caller waits for it before the next `add`."""
-        self.incoming.copy_(self.staged, non_blocking=non_blocking)
+    def upload(self) -> None:
+        """Sends the staged rows to the device."""
+        self.incoming.copy_(self.staged, non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
         self.filled = 0
 
     def write(self) -> None:
@@ -405,7 +413,7 @@ class ReplayRing:
         reward, terminated, copy, in_use = rest.unbind(1)
         slot = (self.written + self.row) % self.slots
         next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
-        slot, next_slot = (torch.where(in_use > 0, each, self.slots) for each in (slot, next_slot))
+        slot, next_slot = (each.masked_fill(in_use == 0, self.slots) for each in (slot, next_slot))
         self.observations[next_slot] = next_observation.to(self.observations.dtype)
         self.observations[slot] = observation.to(self.observations.dtype)  # after the other: an episode may have begun
         values = {"action": action.view(-1, *self.action_shape), "reward": reward, "terminated": terminated}
@@ -417,7 +425,7 @@ class ReplayRing:
     def draw(self, newest: torch.Tensor) -> torch.Tensor:
         """Draws batches, uniformly over the ring as it will be once `newest` transitions are written; [1].
 
-        These may be those of the next two uploads. Returns the number of the youngest transition drawn; [].
+        Those to come may be of the next two uploads. Returns the number of the youngest transition drawn; [].
         """
         oldest = torch.maximum(self.oldest, newest - self.capacity)
         random = torch.randint(2**62, self.drawn.shape, device=self.device)
@@ -486,13 +494,15 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Iterable[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: `state`, random numbers."""
-    started, saved = run.now(), [tensor.clone() for tensor in state]
+def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
+    tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+    started, saved = run.now(), [tensor.clone() for tensor in tensors]
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in [step for step in steps for _ in range(4)]:
             step()
-    for tensor, value in zip(state, saved, strict=True):
+    for tensor, value in zip(tensors, saved, strict=True):
         tensor.copy_(value)
     run.warmup_seconds = run.now() - started
 
@@ -506,7 +516,6 @@ class CompiledDQNAgent:
     several times faster than a compiled call would: one row takes less time than the call.
     """
 
-    @torch.no_grad()
     def __init__(self, args: Args, env: gym.Env, buffer: ReplayRing, device: torch.device):
         self.args, self.device, self.buffer = args, device, buffer
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
@@ -515,19 +524,14 @@ class CompiledDQNAgent:
         self.target_network = self.q_network.clone()
         self.optimizer = Adam(self.q_network, args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
-        # What the host has to know: the parameters to act with, and how old the youngest transition drawn will be
-        self.host_answer, self.answer = mirrored(len(self.q_network) + 1, device=device)
-        self.answer[:-1] = self.q_network
-        self.host_answer.copy_(self.answer)
+        # How many transitions there will be at the time of the next update (1, for a warm-up needs something to draw
+        # from), and what the host has to know: the parameters to act with, and how old the youngest one drawn will be
         self.newest = torch.ones(1, dtype=torch.long, device=device)
-        layers = [layer.numpy().T for layer in self.q_module.split(self.host_answer[:-1]).values()]
+        self.host_outbox, self.outbox = mirrored(len(self.q_network) + 1, device=device)
+        self.outbox[:-1] = self.q_network
+        self.host_outbox.copy_(self.outbox)
+        layers = [layer.numpy().T for layer in self.q_module.split(self.host_outbox[:-1]).values()]
         self.host_layers = list(zip(layers[::2], layers[1::2], strict=True))
-
-    def state(self) -> list[torch.Tensor]:
-        """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
-        parts = (self, self.optimizer)
-        tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
-        return [*tensors, *self.losses.values(), self.buffer.written, self.buffer.turn]
 
     def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:
         """The value of each action; [B, observation_dim] -> [B, actions]."""
@@ -543,24 +547,25 @@ class CompiledDQNAgent:
     def must_wait(self, steps: int) -> bool:
         """Whether the updates after the next `steps` transitions can't run beside these; also renews what `act` uses.
 
-        They must wait if a batch has one of these transitions, and on a CPU, which has nothing to run beside.
+        They must wait if a batch has one of these transitions, and on a CPU, where `act` uses no copy of the parameters
+        that a draw puts out.
         """
-        self.host_answer.copy_(self.answer, non_blocking=True)
+        self.host_outbox.copy_(self.outbox, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return self.device.type == "cpu" or self.host_answer[-1].item() <= steps
+        return self.host_outbox is self.outbox or self.host_outbox[-1].item() <= steps
 
     def learn(self, draw_is_due: bool) -> None:
-        """Stores what is staged, updates, and after a block's last update draws the transitions of the next block's."""
+        """Stores what is staged, updates, and after the last update of a step draws for those of the next such step."""
         self.buffer.write()
         self.update(self.buffer.sample())
         if draw_is_due:
             self.draw()
 
     def draw(self) -> None:
-        """Draws for the updates at the time when `newest` transitions are written."""
-        self.answer[-1:] = self.newest - self.buffer.draw(self.newest)
-        self.answer[:-1] = self.q_network
+        """Draws for the updates that follow the first `newest` transitions, and puts out what the host has to know."""
+        self.outbox[-1:] = self.newest - self.buffer.draw(self.newest)
+        self.outbox[:-1] = self.q_network
 
     def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean squared temporal-difference error (algorithm 1), and the mean value of the batch's actions."""
@@ -595,9 +600,9 @@ def main(args: Args) -> None:
     envs, seeds = make_environments(args)
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    rows = -(-min(args.train_frequency, args.target_network_frequency) // args.num_envs) * args.num_envs
     batches = (-(-args.num_envs // args.train_frequency), args.batch_size)
-    buffer = ReplayRing(args.buffer_size, envs[0], args.num_envs, rows, batches, device)
+    sizes = {"num_envs": args.num_envs, "rows": next_due(0, args.num_envs, args.train_frequency), "batches": batches}
+    buffer = ReplayRing(args.buffer_size, envs[0], **sizes, device=device)
     agent = CompiledDQNAgent(args, envs[0], buffer, device)
     actions = range(int(envs[0].action_space.n))
 
@@ -608,7 +613,7 @@ def main(args: Args) -> None:
         learn = agent.learn
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
-            # what guards look at, a run changes only the kind of update; steps that an earlier run compiled must go
+            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
@@ -618,17 +623,17 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             updates = {kind: CudaGraphModule(update, warmup=3) for kind, update in updates.items()}
         if args.compile or args.cudagraphs:
-            warm_up(updates.values(), agent.state(), run)
+            warm_up(updates.values(), agent, run)
 
-        def update_all(count: int) -> None:
-            agent.newest.fill_(next_due(block_end, args.num_envs, args.train_frequency))
+        def update_all(step: int, count: int) -> None:
+            agent.newest.fill_(next_due(step, args.num_envs, args.train_frequency))
             for n in range(count):
                 updates[n == count - 1]()
 
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        frequencies, block_end = (args.train_frequency, args.target_network_frequency), 0
+        frequencies, block_end, is_stored, losses = (args.train_frequency, args.target_network_frequency), 0, True, {}
         while run.global_step < args.total_timesteps:
             # A block of steps leads up to an update, of the network or of its target
             if run.global_step >= block_end:
@@ -642,7 +647,9 @@ def main(args: Args) -> None:
                 # Learn while the environments step, unless a batch has a transition that is still to come
                 must_wait = agent.must_wait(block_end - run.global_step) if is_learning else True
                 if due and not must_wait:
-                    update_all(due)
+                    update_all(block_end, due)
+                elif not is_stored:
+                    buffer.write()  # else the update does it
 
             # Act: at random with probability ε, else greedily
             duration = args.exploration_fraction * args.total_timesteps
@@ -661,12 +668,16 @@ def main(args: Args) -> None:
 
             # Learn what had to wait
             if run.global_step >= block_end:
-                buffer.upload(non_blocking=is_learning)
-                update_all(due) if must_wait and due else buffer.write()
+                buffer.upload()
+                is_stored = due > 0 and must_wait
+                if is_stored:
+                    update_all(block_end, due)
+                if due:
+                    losses = {name: loss.clone() for name, loss in agent.losses.items()}
                 run.updates += due
                 for _ in range(targets_due):
                     agent.update_target()
-            run.log((agent.losses if run.updates else {}) | {"epsilon": epsilon}, args.learning_rate)
+            run.log(losses | {"epsilon": epsilon}, args.learning_rate)
 
 
 if __name__ == "__main__":

@@ -348,7 +348,8 @@ class ReplayRing:
     def __init__(
         self, capacity: int, env: gym.Env, num_envs: int, rows: int, batches: tuple[int, int], device: torch.device
     ):
-        self.capacity, self.num_envs, self.device, self.slots = capacity, num_envs, device, capacity + num_envs
+        self.capacity, self.num_envs, self.device = capacity, num_envs, device
+        self.slots = max(capacity, rows) + num_envs  # beyond the capacity: the newest next observations
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
         copies = min(self.slots // longest + num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
         self.copies, self.owners = copies, deque(maxlen=copies - 2 * rows)
@@ -374,6 +375,7 @@ class ReplayRing:
         self.staged, self.incoming = mirrored(rows, sum(self.widths), device=device)
         self.host_columns = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.row = torch.arange(rows, device=device)
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
         """Stages a transition, the environments taking turns."""
@@ -384,18 +386,24 @@ class ReplayRing:
             if len(self.owners) == self.owners.maxlen:
                 # The copies to be reused next belong to transitions that are sampled no more, nor any older one
                 self.oldest.fill_(self.owners[0] + 1)
+                if self.owners[0] >= self.added - self.capacity:
+                    warnings.warn("episodes truncated before the environment's limit shorten the replay", stacklevel=2)
             self.owners.append(self.added)
         self.added += 1
         observations, next_observations, actions, rest = self.host_columns
         if self.filled == 0:
+            if self.sent is not None:
+                self.sent.synchronize()
             rest[:, -1] = 0  # none is in use
         row, self.filled = self.filled, self.filled + 1
         observations[row], next_observations[row], actions[row] = observation, next_observation, action
         rest[row] = reward, terminated, copy, 1
 
-    def upload(self, non_blocking: bool) -> None:
-        """Sends the staged rows to the device. Without blocking, the caller waits for it before the next `add`."""
-        self.incoming.copy_(self.staged, non_blocking=non_blocking)
+    def upload(self) -> None:
+        """Sends the staged rows to the device."""
+        self.incoming.copy_(self.staged, non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
         self.filled = 0
 
     def write(self) -> None:
@@ -404,7 +412,7 @@ class ReplayRing:
         reward, terminated, copy, in_use = rest.unbind(1)
         slot = (self.written + self.row) % self.slots
         next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
-        slot, next_slot = (torch.where(in_use > 0, each, self.slots) for each in (slot, next_slot))
+        slot, next_slot = (each.masked_fill(in_use == 0, self.slots) for each in (slot, next_slot))
         self.observations[next_slot] = next_observation.to(self.observations.dtype)
         self.observations[slot] = observation.to(self.observations.dtype)  # after the other: an episode may have begun
         values = {"action": action.view(-1, *self.action_shape), "reward": reward, "terminated": terminated}
@@ -416,7 +424,7 @@ class ReplayRing:
     def draw(self, newest: torch.Tensor) -> torch.Tensor:
         """Draws batches, uniformly over the ring as it will be once `newest` transitions are written; [1].
 
-        These may be those of the next two uploads. Returns the number of the youngest transition drawn; [].
+        Those to come may be of the next two uploads. Returns the number of the youngest transition drawn; [].
         """
         oldest = torch.maximum(self.oldest, newest - self.capacity)
         random = torch.randint(2**62, self.drawn.shape, device=self.device)
@@ -485,13 +493,15 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Iterable[Callable], state: Sequence[torch.Tensor], run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: `state`, random numbers."""
-    started, saved = run.now(), [tensor.clone() for tensor in state]
+def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
+    tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+    started, saved = run.now(), [tensor.clone() for tensor in tensors]
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in [step for step in steps for _ in range(4)]:
             step()
-    for tensor, value in zip(state, saved, strict=True):
+    for tensor, value in zip(tensors, saved, strict=True):
         tensor.copy_(value)
     run.warmup_seconds = run.now() - started
 
@@ -504,7 +514,6 @@ class CompiledTD3Agent:
     tensors of fixed address, so that a captured graph is replayed without copies.
     """
 
-    @torch.no_grad()
     def __init__(self, args: Args, env: gym.Env, buffer: ReplayRing, device: torch.device):
         self.args, self.device, self.buffer, self.must_wait = args, device, buffer, True
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
@@ -520,13 +529,7 @@ class CompiledTD3Agent:
         self.actor_optimizer, self.critic_optimizer = (Adam(x, args.learning_rate) for x in (self.actor, self.critics))
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
-        self.host_answer, self.answer = mirrored(args.num_envs * self.action_dim + 1, device=device)
-
-    def state(self) -> list[torch.Tensor]:
-        """The tensors that the steps change, but for the ring's contents, which count only as far as `written` says."""
-        parts = (self, self.actor_optimizer, self.critic_optimizer)
-        tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
-        return [*tensors, *self.losses.values(), self.buffer.written, self.buffer.turn]
+        self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
@@ -547,10 +550,10 @@ class CompiledTD3Agent:
         self.host_observation.numpy()[:] = observation
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
-        self.host_answer.copy_(self.answer, non_blocking=True)
+        self.host_outbox.copy_(self.outbox, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        *action, self.must_wait = self.host_answer.tolist()
+        *action, self.must_wait = self.host_outbox.tolist()
         return np.array(action, np.float32).reshape(-1, self.action_dim)
 
     def choose(self) -> None:
@@ -561,7 +564,7 @@ class CompiledTD3Agent:
         self.buffer.write()
         action = self.explore(self.observation)
         must_wait = self.buffer.draw(self.buffer.written + self.args.num_envs) >= self.buffer.written
-        self.answer.copy_(torch.cat([action.flatten(), must_wait.float()]))
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
     def learn(self, policy_is_due: bool) -> None:
         self.update(self.buffer.sample(), policy_is_due)
@@ -584,7 +587,7 @@ class CompiledTD3Agent:
         return -self.q_values(self.critics[:1], batch["observation"], action).mean()
 
     def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the optimiser on a loss as a function of its parameters."""
+        """One step of the optimiser on a loss, a method, under whose name it is logged."""
         gradient, loss = grad_and_value(loss_function)(parameters, batch)
         optimizer.step(gradient)
         self.losses[loss_function.__name__].copy_(loss)
@@ -613,30 +616,30 @@ def main(args: Args) -> None:
     envs, seeds = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    batches = (args.num_envs, args.batch_size)
-    buffer = ReplayRing(args.buffer_size, envs[0], args.num_envs, args.num_envs, batches, device)
+    sizes = {"num_envs": args.num_envs, "rows": args.num_envs, "batches": (args.num_envs, args.batch_size)}
+    buffer = ReplayRing(args.buffer_size, envs[0], **sizes, device=device)
     agent = CompiledTD3Agent(args, envs[0], buffer, device)
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
         # Compilation and capture: a full graph for acting, and for each kind of update
-        steps = [agent.choose, agent.learn]
+        choose, learn = agent.choose, agent.learn
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
-            # what guards look at, a run changes only the kind of update; steps that an earlier run compiled must go
+            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            steps = [torch.compile(step, fullgraph=True, options={**options}) for step in steps]  # it empties them
-        kinds = {True, args.policy_frequency == 1}
-        steps[1:] = [functools.partial(steps[1], kind) for kind in kinds]
+            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
+            learn = torch.compile(learn, fullgraph=True, options=options)
+        updates = {kind: functools.partial(learn, kind) for kind in {True, args.policy_frequency == 1}}
         if args.cudagraphs:
-            steps = [CudaGraphModule(step, warmup=3) for step in steps]
-        agent.choose, *updates = steps
-        updates = dict(zip(kinds, updates, strict=True))
+            choose = CudaGraphModule(choose, warmup=3)
+            updates = {kind: CudaGraphModule(update, warmup=3) for kind, update in updates.items()}
+        agent.choose = choose
         if args.compile or args.cudagraphs:
-            warm_up(steps, agent.state(), run)
+            warm_up([choose, *updates.values()], agent, run)
 
         def update_all() -> None:
             for _ in range(args.num_envs):
@@ -661,7 +664,7 @@ def main(args: Args) -> None:
                 next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
                 buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            buffer.upload(non_blocking=is_learning)
+            buffer.upload()
             run.step(rewards, terminated, truncated)
 
             # Learn what had to wait: one update for each step of each environment

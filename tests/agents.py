@@ -33,7 +33,8 @@ def pair(script, eager_class, compiled_class, networks, **arguments):
     torch.manual_seed(0)
     eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
     ring = compiled_module.ReplayRing(common["buffer_size"], env, 1, 1, (1, common["batch_size"]), CPU)
-    compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, ring, CPU)
+    with torch.no_grad():
+        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, ring, CPU)
     for ours, theirs in networks.items():
         getattr(compiled, ours).copy_(flat(getattr(eager, theirs)))
 
@@ -44,7 +45,7 @@ def pair(script, eager_class, compiled_class, networks, **arguments):
         next_observation, terminated, truncated = generator.normal(size=4), n % 7 == 3, n % 5 == 4
         action, reward = env.action_space.sample(), generator.normal()
         ring.add(observation, next_observation, action, reward, terminated, truncated)
-        ring.upload(non_blocking=False)
+        ring.upload()
         ring.write()
         observation = generator.normal(size=4) if terminated or truncated else next_observation
     ring.drawn.copy_(torch.randint(60, (1, 32)))

@@ -20,7 +20,7 @@ def compilations():
 def both(request, launch):
     """(script, the run without --compile, the run with it, compilations at its window's opening and at its end)."""
     script, flags, seen = request.param, list(FLAGS), []
-    flags += ["--train-frequency", 2, "--start-e", 0.3] if script.startswith("dqn") else []
+    flags += ["--train-frequency", 2, "--start-e", 0.3, "--num-envs", 4] if script.startswith("dqn") else []
     flags += ["--target-network-frequency", 3, "--tau", 0.3] if script.startswith("sac") else []
     module = importlib.import_module(script)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def both(request, launch):
 def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
     assert [opened, ended] == run.summary["fps_window"] == [100, 160]
-    steps = {"sac_continuous_action_torchcompile": 5, "td3_continuous_action_torchcompile": 3, "dqn_torchcompile": 1}
+    steps = {"sac_continuous_action_torchcompile": 5, "td3_continuous_action_torchcompile": 3, "dqn_torchcompile": 2}
     assert before["stats"]["unique_graphs"] == steps[script]  # a recompilation would have counted as one more
     assert after == before and "graph_break" not in after
 
@@ -91,6 +91,6 @@ def test_same_random_numbers_same_losses(both):
         for name in names & ours.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-3), (name, ours["global_step"])
             learned += "loss" in name
-    assert learned >= 40  # one a line at least, from the first update on
+    assert learned >= 20  # one a line at least, from the first update on
     last = (run.episodes[-1]["return"], eager.episodes[-1]["return"])
     assert last[0] == pytest.approx(last[1], abs=1e-2)

@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_target_network_is_renewed_when_due(launch, monkeypatch, script, agent_c
 
 
 @pytest.mark.parametrize(
-    "num_envs, train_frequency, target_frequency", [(1, 10, 25), (3, 10, 7), (4, 2, 6), (3, 2, 500)]
+    "num_envs, train_frequency, target_frequency", [(1, 10, 25), (1, 7, 30), (3, 10, 7), (4, 2, 6), (3, 2, 500)]
 )
 def test_updates_beside_the_environments_make_the_same_run(
     launch, monkeypatch, num_envs, train_frequency, target_frequency
@@ -129,9 +130,8 @@ def test_updates_beside_the_environments_make_the_same_run(
 
     class Early(waiting):
         def must_wait(self, steps):
-            super().must_wait(steps)
             self.added_before = self.buffer.added
-            return self.host_answer[-1].item() <= steps
+            return super().must_wait(steps)
 
         def update(self, batch):
             early.append(self.buffer.added == self.added_before)
@@ -148,7 +148,45 @@ def test_updates_beside_the_environments_make_the_same_run(
     assert first.episodes == second.episodes and len(first.episodes) > 5
     for name in ("q_network", "target_network"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert first.metrics[-1]["td_loss"] == second.metrics[-1]["td_loss"]
+    losses = [[(line.get("td_loss"), line.get("q_value")) for line in run.metrics] for run in (first, second)]
+    assert losses[0] == losses[1] and len(set(losses[0])) > 4
+
+
+class TruncatesItself(gym.Env):
+    """Observes (episode, step of it); truncates every second step, though it declares a limit far above."""
+
+    observation_space, action_space = gym.spaces.Box(0, np.inf, (2,)), gym.spaces.Discrete(2)
+    episode = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return np.array([self.episode, 0], np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.array([self.episode, self.t], np.float32), 0.0, False, self.t == 2, {}
+
+
+gym.register("TruncatesItself-v0", TruncatesItself, max_episode_steps=1000)
+
+
+@pytest.mark.filterwarnings("ignore:episodes truncated")
+@pytest.mark.parametrize("target_frequency", [1, 10, 25])
+def test_next_observation_is_of_the_same_episode(launch, monkeypatch, target_frequency):
+    seen, update = [], dqn_torchcompile.CompiledDQNAgent.update
+
+    def checking(agent, batch):
+        (episode, t), (next_episode, next_t) = batch["observation"].mT, batch["next_observation"].mT
+        assert torch.equal(episode, next_episode) and torch.equal(next_t, t + 1)
+        seen.append(len(episode.unique()))
+        update(agent, batch)
+
+    monkeypatch.setattr(dqn_torchcompile.CompiledDQNAgent, "update", checking)
+    flags = ["--total-timesteps", 400, "--learning-starts", 50, "--buffer-size", 120, "--batch-size", 64]
+    flags += ["--target-network-frequency", target_frequency]
+    launch("dqn_torchcompile", *flags, env_id="TruncatesItself-v0")
+    assert len(seen) == 35 and max(seen) > 3
 
 
 def test_without_a_learning_rate_nothing_moves_and_the_target_follows_tau():

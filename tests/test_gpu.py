@@ -25,8 +25,7 @@ FLAGS += ["--num-envs", 2, "--seed", 5]
 @pytest.fixture(scope="module", params=AGENTS)
 def runs(request, launch):
     """(script, its run in each variant)."""
-    frequency = ["--train-frequency", 10] if request.param.startswith("dqn") else []
-    return request.param, {name: launch(request.param, *FLAGS, *frequency, *flags) for name, flags in VARIANTS.items()}
+    return request.param, {name: launch(request.param, *FLAGS, *flags) for name, flags in VARIANTS.items()}
 
 
 def test_all_variants_run(runs):
@@ -63,12 +62,12 @@ def test_losses_agree(runs):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_seed_same_episodes(runs, launch, variant):
     script, variants = runs
-    frequency = ["--train-frequency", 10] if script.startswith("dqn") else []
-    assert launch(script, *FLAGS, *frequency, *VARIANTS[variant]).episodes == variants[variant].episodes
+    assert launch(script, *FLAGS, *VARIANTS[variant]).episodes == variants[variant].episodes
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("script", AGENTS)
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, script):
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, script, variant):
     module = importlib.import_module(script)
     agent_class, is_dqn = getattr(module, AGENTS[script]), script.startswith("dqn")
 
@@ -82,6 +81,7 @@ def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, 
             must_wait = property(lambda self: True, lambda self, value: None)
 
     flags = ["--cuda", "--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8]
+    flags += VARIANTS[variant]
     env_id = {"env_id": "CartPole-v1"} if is_dqn else {}
     first = launch(script, *flags, **env_id)
     monkeypatch.setattr(module, AGENTS[script], Waiting)
@@ -118,7 +118,7 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
     for n in range(900):  # with one environment, one row each
         before, after = (torch.full((4,), float(k)).numpy() for k in (n, n + 1))
         ring.add(before, after, env.action_space.sample(), float(n), False, False)
-        ring.upload(non_blocking=False)
+        ring.upload()
         write()
     assert ring.written.item() == 900
     newest.fill_(900)

@@ -90,7 +90,7 @@ def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_
     ring = ReplayRing(20, fake_env(limit, discrete), num_envs, num_envs, (1, 4000), CPU)
     for _ in range(60):
         step_all(ring, stream, happened)
-        ring.upload(non_blocking=False)
+        ring.upload()
         ring.write()
         assert ring.written.item() == len(happened)
         first = max(len(happened) - 20, 0)
@@ -101,14 +101,14 @@ def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_
 
 @pytest.mark.parametrize("separate", [False, True], ids=["one memory", "host and device"])
 @pytest.mark.parametrize("limit", [None, 50])  # with the latter fewer copies than truncations
-@pytest.mark.parametrize("num_envs, rows", [(1, 7), (1, 12), (3, 9)])
-def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_envs, rows, limit, separate):
+@pytest.mark.parametrize("num_envs, rows, capacity", [(1, 7, 20), (1, 12, 20), (3, 9, 20), (1, 12, 5), (3, 9, 4)])
+def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_envs, rows, capacity, limit, separate):
     """Transitions are drawn up to two blocks before they are gathered, some of them before they have happened."""
     if separate:
         monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
     lengths = [(1, "truncated")] if limit else MIXED
     stream, happened, earlier = Stream(num_envs, lengths), [], []
-    ring = ReplayRing(20, fake_env(limit), num_envs, rows, (1, 500), CPU)
+    ring = ReplayRing(capacity, fake_env(limit), num_envs, rows, (1, 500), CPU)
     sizes = [num_envs * (1 + block * 5 % (rows // num_envs)) for block in range(41)]
     for size, next_size in itertools.pairwise(sizes):
         drawn = [*earlier, draw(ring, len(happened) + size)]
@@ -117,11 +117,11 @@ def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_
             step_all(ring, stream, happened)
         for number in {number for numbers in drawn for number in numbers.tolist() if number < ring.written}:
             assert_holds(ring, happened[: number + 1], number)  # gathered while the block is staged
-        ring.upload(non_blocking=False)
+        ring.upload()
         for _ in range(2):  # the second time nothing is new
             ring.write()
         assert ring.written.item() == len(happened)
-        assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - 20))
+        assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - capacity, 0))
         for number in {number for numbers in drawn for number in numbers.tolist()}:
             assert_holds(ring, happened[: number + 1], number)  # gathered after it
         assert max(earlier[0].tolist()) >= len(happened), "some are still to come"
@@ -134,7 +134,7 @@ def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation()
     for _ in range(100):
         drawn_before = draw(ring, len(happened) + 1)
         step_all(ring, stream, happened)
-        ring.upload(non_blocking=False)
+        ring.upload()
         ring.write()
         assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - 20))
         assert ring.written.item() > ring.oldest.item()
@@ -150,7 +150,7 @@ def test_ring_copies_what_it_is_given():
         observation[:], action[:] = n, n
         ring.add(observation, observation, action, n, False, False)
         observation[:], action[:] = -1, -1
-        ring.upload(non_blocking=False)
+        ring.upload()
         ring.write()
     batch = ring.gather(torch.arange(3))
     assert batch["observation"][:, 0].tolist() == batch["action"][:, 0].tolist() == [0, 1, 2]
@@ -169,7 +169,7 @@ def test_batches_drawn_at_once_are_sampled_in_turn():
     stream, ring, happened = Stream(2, MIXED), ReplayRing(20, fake_env(None), 2, 2, (3, 8), CPU), []
     for _ in range(10):
         step_all(ring, stream, happened)
-        ring.upload(non_blocking=False)
+        ring.upload()
         ring.write()
     for turns in (2, 3):
         draw(ring, 20)
