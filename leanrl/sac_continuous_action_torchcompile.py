@@ -654,9 +654,10 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
             learn = torch.compile(learn, fullgraph=True, options=options)
-        p, t = args.policy_frequency, args.target_network_frequency
-        kinds = {(True, True): True, (True, False): p % t > 0, (False, True): t % p > 0, (False, False): min(p, t) > 1}
-        updates = {kind: functools.partial(learn, *kind) for kind, occurs in kinds.items() if occurs}
+        policy, targets = args.policy_frequency, args.target_network_frequency
+        occurs = {(True, True): True, (False, False): min(policy, targets) > 1}
+        occurs |= {(True, False): policy % targets > 0, (False, True): targets % policy > 0}
+        updates = {kind: functools.partial(learn, *kind) for kind in occurs if occurs[kind]}
         if args.cudagraphs:
             choose = CudaGraphModule(choose, warmup=3)
             updates = {kind: CudaGraphModule(update, warmup=3) for kind, update in updates.items()}
