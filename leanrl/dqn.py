@@ -407,9 +407,9 @@ def main(args: Args) -> None:
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        duration = args.exploration_fraction * args.total_timesteps
         while run.global_step < args.total_timesteps:
             # Act: at random with probability ε, else greedily
-            duration = args.exploration_fraction * args.total_timesteps
             epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
             action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
             if None in action:

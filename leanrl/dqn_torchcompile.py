@@ -633,6 +633,7 @@ def main(args: Args) -> None:
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        duration = args.exploration_fraction * args.total_timesteps
         frequencies, block_end, is_stored, losses = (args.train_frequency, args.target_network_frequency), 0, True, {}
         while run.global_step < args.total_timesteps:
             # A block of steps leads up to an update, of the network or of its target
@@ -652,7 +653,6 @@ def main(args: Args) -> None:
                     buffer.write()  # else the update does it
 
             # Act: at random with probability ε, else greedily
-            duration = args.exploration_fraction * args.total_timesteps
             epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
             action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
             if None in action:
