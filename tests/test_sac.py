@@ -1,11 +1,15 @@
 """SAC: its log-probability, its losses and updates, eager and compiled, and what it learns on probes."""
 
+import functools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import agents
 import sac_continuous_action as eager_script
+import sac_continuous_action_torchcompile
 from probes import assert_learned, train
 
 NETWORKS = {"actor": "actor", "critics": "critics", "target_critics": "target_critics"}
@@ -128,6 +132,20 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
 def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
     script, agent_class = SCRIPTS[1]
     agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
+
+
+@pytest.mark.parametrize("policy, target, kinds", [(2, 4, 3), (4, 2, 3), (3, 11, 4), (1, 3, 2), (2, 2, 2), (1, 1, 1)])
+def test_kinds_of_updates_are_those_that_occur(launch, monkeypatch, policy, target, kinds):
+    """Each frequency's kinds are made before the run, and no others; --num-envs 4 makes the last step overshoot."""
+    made, partial = [], functools.partial
+    counting = lambda *a: made.append(a[1:]) or partial(*a)  # noqa: E731
+    monkeypatch.setattr(sac_continuous_action_torchcompile, "functools", SimpleNamespace(partial=counting))
+    flags = ["--total-timesteps", 30, "--num-envs", 4, "--learning-starts", 0, "--batch-size", 4, "--buffer-size", 50]
+    flags += ["--policy-frequency", policy, "--target-network-frequency", target]
+    run = launch("sac_continuous_action_torchcompile", *flags)
+    assert run.summary["updates"] == 32
+    made = {kind for kind in made if len(kind) == 2 and all(isinstance(due, bool) for due in kind)}
+    assert made == {(n % policy == 0, n % target == 0) for n in range(32)} and len(made) == kinds
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
