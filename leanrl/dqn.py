@@ -71,7 +71,7 @@ class Args:
     """environment steps after learning has started before fps is measured"""
 
     buffer_size: int = 10_000
-    """capacity of the replay buffer, in transitions"""
+    """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     gamma: float = 0.99
     """discount factor, per step"""
     tau: float = 1.0
@@ -398,7 +398,7 @@ def main(args: Args) -> None:
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = DQNAgent(args, envs[0], device)
-    buffer = ReplayBuffer(args.buffer_size, envs[0], device)
+    buffer = ReplayBuffer(min(args.buffer_size, args.total_timesteps + args.num_envs), envs[0], device)
     actions = range(int(envs[0].action_space.n))
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)

@@ -72,7 +72,7 @@ class Args:
     """environment steps after learning has started before fps is measured"""
 
     buffer_size: int = 1_000_000
-    """capacity of the replay buffer, in transitions"""
+    """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     gamma: float = 0.99
     """discount factor, per step"""
     tau: float = 0.005
@@ -452,7 +452,7 @@ def main(args: Args) -> None:
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = SACAgent(args, envs[0], device)
-    buffer = ReplayBuffer(args.buffer_size, envs[0], device)
+    buffer = ReplayBuffer(min(args.buffer_size, args.total_timesteps + args.num_envs), envs[0], device)
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
 

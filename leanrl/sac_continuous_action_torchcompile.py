@@ -44,7 +44,7 @@ import torch.nn.functional as F
 import tyro
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from tqdm import tqdm
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
@@ -76,7 +76,7 @@ class Args:
     """environment steps after learning has started before fps is measured"""
 
     buffer_size: int = 1_000_000
-    """capacity of the replay buffer, in transitions"""
+    """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     gamma: float = 0.99
     """discount factor, per step"""
     tau: float = 0.005
@@ -474,6 +474,7 @@ class FlatModule:
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        self.places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -485,7 +486,16 @@ class FlatModule:
         return {name: x.view(shape[::-1]).mT if len(shape) == 2 else x.view(shape) for (name, shape), x in parts}
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return functional_call(self.module, self.split(flat), inputs, tie_weights=False)
+        own = [owner[name] for owner, name in self.places]
+        self.put(self.split(flat).values())
+        output = self.module(*inputs)
+        self.put(own)
+        return output
+
+    def put(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Makes these the module's; `functional_call` gives Dynamo twice as much to trace."""
+        for (owner, name), parameter in zip(self.places, parameters, strict=True):
+            owner[name] = parameter
 
 
 class Adam:
@@ -638,7 +648,7 @@ def main(args: Args) -> None:
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     sizes = {"num_envs": args.num_envs, "rows": args.num_envs, "batches": (args.num_envs, args.batch_size)}
-    buffer = ReplayRing(args.buffer_size, envs[0], **sizes, device=device)
+    buffer = ReplayRing(min(args.buffer_size, args.total_timesteps + args.num_envs), envs[0], **sizes, device=device)
     agent = CompiledSACAgent(args, envs[0], buffer, device)
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)

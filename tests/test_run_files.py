@@ -381,6 +381,12 @@ def test_module_prefix_in_an_environments_name(launch):
     assert json.loads((run.folder / "summary.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_allocates_no_more_than_it_can_fill(launch, script):
+    run = launch(script, *SMALL, "--buffer-size", 10**13)
+    assert run.summary["updates"] > 0 and run.out.startswith("replay buffer: 0.0 MB")
+
+
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.startswith("dqn")])
 def test_a_run_without_an_update_logs_no_loss(launch, script):
     """Learning would start at step 99 of 100, but a step of 64 environments goes from 64 to 128."""
