@@ -277,7 +277,9 @@ def make_environment(env_id: str) -> gym.Env:
             return gym.make(env_id, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        fail("env_id", env_id, f"no such environment; nearest names: {nearest} ({str(error).partition(chr(10))[0]})")
+        is_unknown = isinstance(error, gym.error.UnregisteredEnv)
+        problem = f"no such environment; nearest names: {nearest}" if is_unknown else "this environment can't be made"
+        fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
 def check_discrete_spaces(env: gym.Env) -> None:

@@ -113,7 +113,7 @@ def test_not_a_number_and_not_a_flag(refused, script):
         ("HalfCheeta-v4", "HalfCheetah-v4"),
         ("CartPole-v7", "CartPole-v1"),
         ("hopper-v4", "Hopper-v4"),
-        ("Unimportable-v0", "no_such_module"),
+        ("Unimportable-v0", "this environment can't be made (No module named 'no_such_module'"),
         ("no_such_module:Environment-v0", ""),
         ("no such environment", ""),
         ("", ""),
