@@ -215,7 +215,10 @@ class Run:
 
             if wandb.run is None:
                 project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
-                wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
+                try:
+                    wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
+                except wandb.errors.Error as error:
+                    fail("track", True, f"wandb can't start ({error})")
             wandb.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)

@@ -221,6 +221,21 @@ def test_wandb_gets_every_line(launch, monkeypatch, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_wandb_without_an_account(launch, monkeypatch, script):
+    class Error(Exception):
+        pass
+
+    def init(**kwargs):
+        raise Error("No API key\nconfigured")
+
+    spec, errors = importlib.machinery.ModuleSpec("wandb", None), SimpleNamespace(Error=Error)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=spec, run=None, init=init, errors=errors))
+    run = launch(script, *SMALL, "--track", raises=SystemExit)
+    assert run.error.code == 2 and run.summary["status"] == "failed"
+    assert run.err == "error: --track True: wandb can't start (No API key configured)\n"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_environments_never_share_a_seed(script):
     module = importlib.import_module(script)
     env_id = "CounterDiscrete-v0" if script.startswith("dqn") else "CounterContinuous-v0"
