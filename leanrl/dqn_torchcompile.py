@@ -58,7 +58,7 @@ class Args:
     total_timesteps: int = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 1
-    """number of environments stepped side by side; the ratio of updates to environment steps does not depend on it"""
+    """number of environments stepped side by side"""
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
@@ -116,21 +116,30 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    counts += " num_steps num_minibatches update_epochs"
+    tiny, huge = sys.float_info.min, sys.float_info.max
     for names, allowed, low, high in (
         (counts, "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
-        ("learning_rate policy_lr q_lr", "must be finite and above 0", sys.float_info.min, sys.float_info.max),
-        ("alpha policy_noise exploration_noise noise_clip", "must be finite, at least 0", 0, sys.float_info.max),
-        ("gamma tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
+        ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
+        ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
     ):
         for name in names.split():
-            if not low <= getattr(args, name, low) <= high:
-                fail(name, getattr(args, name), allowed)
-    if args.learning_starts >= args.total_timesteps:
+            value = getattr(args, name, None)
+            if value is not None and not low <= value <= high:
+                fail(name, value, allowed)
+    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    if args.buffer_size < args.num_envs:
+    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
+    if hasattr(args, "num_steps"):
+        size = args.num_envs * args.num_steps
+        if size > args.total_timesteps:
+            fail("total_timesteps", args.total_timesteps, f"must be at least a rollout, num_envs * num_steps = {size}")
+        if size % args.num_minibatches or size < 2 * args.num_minibatches:
+            fail("num_minibatches", args.num_minibatches, f"must divide a rollout of {size} into minibatches above 1")
     if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
         fail("cudagraphs", True, "needs a CUDA device and --cuda")
     if args.track and importlib.util.find_spec("wandb") is None:
@@ -149,8 +158,8 @@ class Run:
         self.global_step = self.updates = self.episodes = self.next_log = 0
         self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        steps_of_learning = args.total_timesteps - args.learning_starts
-        self.window_opens = args.learning_starts + min(args.measure_burnin, steps_of_learning // 2)
+        learning_starts = getattr(args, "learning_starts", 0)
+        self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
         try:
@@ -332,13 +341,14 @@ def next_due(step: int, num_envs: int, frequency: int) -> int:
     return -(-(step // frequency + 1) * frequency // num_envs) * num_envs
 
 
-# ---- Replay ----
+# ---- Host and device ----
 def mirrored(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
     host = torch.zeros(shape, pin_memory=device.type == "cuda")
     return host, host.to(device)
 
 
+# ---- Replay ----
 class ReplayRing:
     """The last `capacity` transitions of `num_envs` environments, on `device`, with each observation held once.
 
@@ -493,8 +503,8 @@ class FlatModule:
 class Adam:
     """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
 
-    def __init__(self, parameters: torch.Tensor, lr: float):
-        self.parameters, self.lr = parameters, lr
+    def __init__(self, parameters: torch.Tensor, lr: float, eps: float = 1e-8):
+        self.parameters, self.lr, self.eps = parameters, torch.tensor(lr, device=parameters.device), eps
         self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
         self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
         self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
@@ -504,7 +514,7 @@ class Adam:
         first_correction, second_correction = (1 - self.powers).unbind()
         self.first_moment.lerp_(gradient, 1 - 0.9)
         self.second_moment.lerp_(gradient.square(), 1 - 0.999)
-        deviation = (self.second_moment / second_correction).sqrt() + 1e-8
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
         self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 

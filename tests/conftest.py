@@ -53,7 +53,7 @@ def launch(tmp_path_factory):
     def launch(script, *flags, env_id="Counter", raises=None):
         module, output_dir = importlib.import_module(script), tmp_path_factory.mktemp("runs")
         if "-v" not in env_id:
-            env_id += "Discrete-v0" if script.startswith("dqn") else "Continuous-v0"
+            env_id += f"{environments.kind_of(script)}-v0"
         cuda = [] if "--cuda" in flags else ["--no-cuda"]
         argv = ["--env-id", env_id, "--output-dir", str(output_dir), *cuda, *map(str, flags)]
         environments.Counter.forget()

@@ -15,6 +15,11 @@ ENDINGS = ("terminated", "truncated", "both")
 LOW, HIGH = np.array([-1, 0, -3], np.float32), np.array([2, 0.5, -1], np.float32)  # no two dimensions alike
 
 
+def kind_of(script):
+    """The kind of these environments that a script can take."""
+    return "Discrete" if script.removesuffix("_torchcompile") in ("dqn", "ppo") else "Continuous"
+
+
 def key_of(seed):
     """A small number that stands for an environment in its observations and decides its script."""
     return seed % 97

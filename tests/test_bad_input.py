@@ -12,7 +12,8 @@ import environments
 
 CONTINUOUS = ["sac_continuous_action", "td3_continuous_action"]
 CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
-DISCRETE = ["dqn", "dqn_torchcompile"]
+ON_POLICY = ["ppo", "ppo_torchcompile"]
+DISCRETE = ["dqn", "dqn_torchcompile", *ON_POLICY]
 SCRIPTS = CONTINUOUS + DISCRETE
 
 AT_LEAST_1 = ("at least 1", [0, -1])
@@ -27,17 +28,26 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "policy-frequency": AT_LEAST_1,
     "target-network-frequency": AT_LEAST_1,
     "train-frequency": AT_LEAST_1,
+    "num-steps": AT_LEAST_1,
+    "num-minibatches": AT_LEAST_1,
+    "update-epochs": AT_LEAST_1,
     "learning-starts": ("at least 0", [-1]),
     "measure-burnin": ("at least 0", [-1]),
     "seed": ("[0, 2**32)", [-1, 2**32]),
     "learning-rate": POSITIVE,
     "policy-lr": POSITIVE,
     "q-lr": POSITIVE,
+    "clip-coef": POSITIVE,
+    "max-grad-norm": POSITIVE,
+    "target-kl": POSITIVE,
+    "ent-coef": NOT_NEGATIVE,
+    "vf-coef": NOT_NEGATIVE,
     "alpha": NOT_NEGATIVE,
     "policy-noise": NOT_NEGATIVE,
     "noise-clip": NOT_NEGATIVE,
     "exploration-noise": NOT_NEGATIVE,
     "gamma": SHARE,
+    "gae-lambda": SHARE,
     "tau": SHARE,
     "start-e": SHARE,
     "end-e": SHARE,
@@ -47,7 +57,7 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
 
 def flags_of(script):
     fields = dataclasses.fields(importlib.import_module(script).Args)
-    return {field.name.replace("_", "-"): field.type for field in fields}
+    return {field.name.replace("_", "-"): float if field.type == float | None else field.type for field in fields}
 
 
 @pytest.fixture
@@ -87,7 +97,17 @@ def test_numbers_out_of_range(refused, script):
             assert err.startswith(f"error: --{flag} {shown}: ") and allowed in err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ON_POLICY)
+def test_rollouts_that_do_not_divide(refused, script):
+    err = refused(script, "--num-envs", 3, "--num-steps", 5, "--num-minibatches", 4)
+    assert "--num-minibatches 4: must divide a rollout of 15" in err
+    err = refused(script, "--num-envs", 2, "--num-steps", 2, "--num-minibatches", 4)
+    assert "--num-minibatches 4: must divide a rollout of 4 into minibatches above 1" in err
+    err = refused(script, "--num-envs", 4, "--num-steps", 128, "--total-timesteps", 511)
+    assert "--total-timesteps 511: must be at least a rollout, num_envs * num_steps = 512" in err
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ON_POLICY])
 def test_numbers_that_do_not_fit_each_other(refused, script):
     for starts in (100, 101):
         err = refused(script, "--total-timesteps", 100, "--learning-starts", starts)
@@ -156,7 +176,8 @@ def test_track_without_wandb(refused, monkeypatch, script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_output_dir_that_cannot_be_written_to(refused, tmp_path, script):
     (tmp_path / "file").write_text("in the way")
-    small = ["--env-id", "Counter" + ("Discrete-v0" if script in DISCRETE else "Continuous-v0"), "--buffer-size", "100"]
+    small = ["--env-id", f"Counter{environments.kind_of(script)}-v0"]
+    small += [] if script in ON_POLICY else ["--buffer-size", "100"]
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for folder in ("file", "file/runs", "dangling", "x" * 300):
         err = refused(script, *small, "--no-cuda", "--output-dir", folder)

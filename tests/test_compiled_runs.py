@@ -7,8 +7,10 @@ import pytest
 import torch
 
 SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
-FLAGS = ["--total-timesteps", 160, "--learning-starts", 80, "--buffer-size", 100, "--batch-size", 16, "--num-envs", 2]
-FLAGS += ["--measure-burnin", 20, "--seed", 5]
+SCRIPTS += ["ppo_torchcompile"]
+FLAGS = ["--total-timesteps", 160, "--num-envs", 2, "--seed", 5]
+OFF_POLICY = ["--learning-starts", 80, "--buffer-size", 100, "--batch-size", 16, "--measure-burnin", 20]
+ON_POLICY = ["--num-steps", 10, "--num-minibatches", 2, "--measure-burnin", 100]
 
 
 def compilations():
@@ -19,7 +21,8 @@ def compilations():
 @pytest.fixture(scope="module", params=SCRIPTS)
 def both(request, launch):
     """(script, the run without --compile, the run with it, compilations at its window's opening and at its end)."""
-    script, flags, seen = request.param, list(FLAGS), []
+    script, seen = request.param, []
+    flags = FLAGS + (ON_POLICY if script.startswith("ppo") else OFF_POLICY)
     flags += ["--train-frequency", 2, "--start-e", 0.3, "--num-envs", 4] if script.startswith("dqn") else []
     flags += ["--target-network-frequency", 3, "--tau", 0.3] if script.startswith("sac") else []
     module = importlib.import_module(script)
@@ -56,15 +59,15 @@ def both(request, launch):
 
 def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
-    assert [opened, ended] == run.summary["fps_window"] == [100, 160]
-    steps = {"sac_continuous_action_torchcompile": 5, "td3_continuous_action_torchcompile": 3, "dqn_torchcompile": 2}
-    assert before["stats"]["unique_graphs"] == steps[script]  # a recompilation would have counted as one more
+    assert [opened, ended] == run.summary["fps_window"] == [80 if script.startswith("ppo") else 100, 160]
+    steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 2, "ppo": 2}
+    assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled
     assert after == before and "graph_break" not in after
 
 
 def test_summary_and_folder(both):
     script, eager, run, _ = both
-    updates = 80 // 2 if script.startswith("dqn") else 80
+    updates = {"dqn_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}.get(script, 80)
     assert run.summary["updates"] == eager.summary["updates"] == updates
     assert run.summary["warmup_seconds"] > 0 == eager.summary["warmup_seconds"]
     assert run.summary["variant"] == "compile" and eager.summary["variant"] == "eager"

@@ -20,16 +20,16 @@ from conftest import LEANRL, read_run
 
 SCRIPTS = [
     algorithm + version
-    for algorithm in ("sac_continuous_action", "td3_continuous_action", "dqn")
+    for algorithm in ("sac_continuous_action", "td3_continuous_action", "dqn", "ppo")
     for version in ("", "_torchcompile")
 ]
 LOSSES = {
     "sac_continuous_action": {"qf_loss", "actor_loss", "alpha_loss", "alpha"},
     "td3_continuous_action": {"qf_loss", "actor_loss"},
     "dqn": {"td_loss", "q_value", "epsilon"},
+    "ppo": {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"},
 }
-SMALL = ["--total-timesteps", 300, "--learning-starts", 150, "--buffer-size", 120, "--batch-size", 8]
-SMALL += ["--measure-burnin", 20]
+ON_POLICY = ("ppo",)
 VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
 SUMMARY = {
     "script", "variant", "env_id", "seed", "global_step", "updates", "fps", "fps_window", "warmup_seconds",
@@ -42,9 +42,22 @@ def algorithm_of(script):
     return script.removesuffix("_torchcompile")
 
 
+def small(script, learning_starts=150):
+    """Flags of a short run; on-policy scripts learn from their first rollout on."""
+    if algorithm_of(script) in ON_POLICY:
+        sizes = ["--num-envs", 1, "--num-steps", 10, "--num-minibatches", 2]
+    else:
+        sizes = ["--learning-starts", learning_starts, "--buffer-size", 120, "--batch-size", 8]
+    return ["--total-timesteps", 300, "--measure-burnin", 20, *sizes]
+
+
 def expected_updates(script, config):
     """Counted step by step, as the design says it, from what the run's config.json holds."""
-    num_envs, starts, updates = config["num_envs"], config["learning_starts"], 0
+    num_envs = config["num_envs"]
+    if algorithm_of(script) in ON_POLICY:
+        rollouts = -(-config["total_timesteps"] // num_envs) // config["num_steps"]
+        return rollouts * config["update_epochs"] * config["num_minibatches"]
+    starts, updates = config["learning_starts"], 0
     for step in range(0, config["total_timesteps"], num_envs):  # steps taken before this one of every environment
         if script.startswith("dqn"):
             reached = [n for n in range(step + 1, step + num_envs + 1) if n % config["train_frequency"] == 0]
@@ -52,6 +65,15 @@ def expected_updates(script, config):
         else:
             updates += num_envs if step >= starts else 0
     return updates
+
+
+def expected_learning_rate(config, step):
+    """On policy, of the last rollout that was full at this step."""
+    rate = config.get("learning_rate", config.get("policy_lr"))
+    if not config.get("anneal_lr"):
+        return rate
+    size = config["num_envs"] * config["num_steps"]
+    return pytest.approx(rate * (1 - max(step // size - 1, 0) / (config["total_timesteps"] // size)))
 
 
 def assert_recorded(script, run):
@@ -76,7 +98,7 @@ def assert_recorded(script, run):
         for key, column in (("episode_return", "return"), ("episode_length", "length")):
             mean = sum(row[column] for row in recent) / len(recent) if recent else None
             assert line[key] == (mean if mean is None else pytest.approx(mean, abs=1e-4))
-        assert line["fps"] > 0 and line["learning_rate"] == config.get("learning_rate", config.get("policy_lr"))
+        assert line["fps"] > 0 and line["learning_rate"] == expected_learning_rate(config, line["global_step"])
     times = [line["wall_time"] for line in run.metrics]
     assert times == sorted(times) and times[0] > 0
     always = {"global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate"}
@@ -89,8 +111,8 @@ def assert_recorded(script, run):
     assert summary["env_id"] == config["env_id"] and summary["seed"] == config["seed"]
     assert summary["global_step"] == steps and summary["episodes"] == len(run.episodes)
     assert summary["updates"] == expected_updates(script, config) > 0
-    opens = config["learning_starts"]
-    opens += min(config["measure_burnin"], (config["total_timesteps"] - config["learning_starts"]) // 2)
+    opens = config.get("learning_starts", 0)
+    opens += min(config["measure_burnin"], (config["total_timesteps"] - opens) // 2)
     assert summary["fps_window"] == [max(num_envs, -(-opens // num_envs) * num_envs), steps]
     assert summary["fps"] > 0 and summary["wall_seconds"] > 0 and summary["warmup_seconds"] == 0
     returns = [row["return"] for row in run.episodes[-100:]]
@@ -101,7 +123,7 @@ def assert_recorded(script, run):
 @pytest.fixture(scope="module", params=SCRIPTS)
 def three(request, launch):
     """One run of each script, with three environments: (script, run)."""
-    return request.param, launch(request.param, *SMALL, "--num-envs", 3, "--seed", 7)
+    return request.param, launch(request.param, *small(request.param), "--num-envs", 3, "--seed", 7)
 
 
 def test_episodes_metrics_and_summary(three):
@@ -117,11 +139,10 @@ def test_episodes_metrics_and_summary(three):
 def test_config(three):
     script, run = three
     module = importlib.import_module(script)
-    args = vars(module.Args()) | {
-        "env_id": run.config["env_id"], "total_timesteps": 300, "learning_starts": 150, "buffer_size": 120,
-        "batch_size": 8, "measure_burnin": 20, "num_envs": 3, "seed": 7, "cuda": False,
-        "output_dir": str(run.folder.parent),
-    }  # fmt: skip
+    flags = [*small(script), "--num-envs", 3, "--seed", 7]
+    given = {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    args = vars(module.Args()) | given | {"env_id": run.config["env_id"], "cuda": False}
+    args["output_dir"] = str(run.folder.parent)
     assert {name: run.config[name] for name in args} == args
     about = {"device", "device_name", "threads", "versions"}
     assert set(run.config) - set(args) == about
@@ -134,7 +155,7 @@ def test_config(three):
 
 def test_folder_and_last_lines(three):
     script, run = three
-    env_id = "CounterDiscrete-v0" if script.startswith("dqn") else "CounterContinuous-v0"
+    env_id = f"Counter{environments.kind_of(script)}-v0"
     stem, _, started = run.folder.name.rpartition("__")
     assert stem == f"{env_id}__{script}__7" and abs(int(started) - time.time()) < 86_400
     files = ["config.json", "episodes.jsonl", "metrics.jsonl", "summary.json"]
@@ -153,15 +174,15 @@ def test_random_actions_are_each_environments_own(three):
 
 def test_one_environment(launch, three):
     script = three[0]
-    run = launch(script, *SMALL, "--seed", 3)
+    run = launch(script, *small(script), "--seed", 3)
     assert run.config["num_envs"] == 1
     assert_recorded(script, run)
 
 
 def test_same_seed_same_episodes(launch, three):
     script, run = three
-    again = launch(script, *SMALL, "--num-envs", 3, "--seed", 7)
-    other = launch(script, *SMALL, "--num-envs", 3, "--seed", 8)
+    again = launch(script, *small(script), "--num-envs", 3, "--seed", 7)
+    other = launch(script, *small(script), "--num-envs", 3, "--seed", 8)
     assert again.episodes == run.episodes
     last, same = run.metrics[-1], again.metrics[-1]
     assert all(last[name] == same[name] for name in LOSSES[algorithm_of(script)])
@@ -186,6 +207,12 @@ FLAGS = {  # every flag that the runs above leave where it is, in another positi
         ["--target-network-frequency", 2, "--tau", 0.5, "--start-e", 0, "--end-e", 0, "--gamma", 0],
         ["--train-frequency", 2, "--buffer-size", 3, "--learning-rate", 1e-3, "--num-envs", 3],
     ],
+    "ppo": [
+        ["--no-anneal-lr", "--no-norm-adv", "--no-clip-vloss", "--no-torch-deterministic", "--gamma", 0],
+        ["--num-steps", 1, "--num-envs", 8, "--update-epochs", 1, "--num-minibatches", 1, "--gae-lambda", 0],
+        ["--num-steps", 7, "--num-minibatches", 7, "--ent-coef", 0, "--vf-coef", 0, "--measure-burnin", 0],
+        ["--clip-coef", 0.1, "--max-grad-norm", 10, "--learning-rate", 1e-3, "--target-kl", 1000, "--gae-lambda", 1],
+    ],
 }
 
 
@@ -197,7 +224,7 @@ FLAGS = {  # every flag that the runs above leave where it is, in another positi
 def test_flags_in_their_other_position(launch, script, flags):
     if "--num-envs" not in flags:
         flags = [*flags, "--num-envs", 2]
-    run = launch(script, *SMALL, "--total-timesteps", 200, "--learning-starts", 130, *flags)
+    run = launch(script, *small(script, 130), "--total-timesteps", 200, *flags)
     assert_recorded(script, run)
     if "--no-autotune" in flags:
         assert all(line["alpha"] == pytest.approx(0.5) for line in run.metrics if "alpha" in line)
@@ -214,7 +241,7 @@ def test_wandb_gets_every_line(launch, monkeypatch, script):
         log=lambda line, step: calls.log.append((step, line)),
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run = launch(script, *SMALL, "--track", "--wandb-project", "p", "--wandb-entity", "e")
+    run = launch(script, *small(script), "--track", "--wandb-project", "p", "--wandb-entity", "e")
     (init,) = calls.init
     assert init["project"] == "p" and init["entity"] == "e" and init["config"]["total_timesteps"] == 300
     assert calls.log == [(line["global_step"], line) for line in run.metrics]
@@ -230,7 +257,7 @@ def test_wandb_without_an_account(launch, monkeypatch, script):
 
     spec, errors = importlib.machinery.ModuleSpec("wandb", None), SimpleNamespace(Error=Error)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=spec, run=None, init=init, errors=errors))
-    run = launch(script, *SMALL, "--track", raises=SystemExit)
+    run = launch(script, *small(script), "--track", raises=SystemExit)
     assert run.error.code == 2 and run.summary["status"] == "failed"
     assert run.err == "error: --track True: wandb can't start (No API key configured)\n"
 
@@ -238,7 +265,7 @@ def test_wandb_without_an_account(launch, monkeypatch, script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_environments_never_share_a_seed(script):
     module = importlib.import_module(script)
-    env_id = "CounterDiscrete-v0" if script.startswith("dqn") else "CounterContinuous-v0"
+    env_id = f"Counter{environments.kind_of(script)}-v0"
     seeds, samples = [], []
     for seed in (0, 1, 2, 3, 2**32 - 1):
         envs, first = module.make_environments(module.Args(env_id=env_id, num_envs=5, seed=seed))
@@ -250,32 +277,33 @@ def test_environments_never_share_a_seed(script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loss_that_is_not_finite_fails(launch, script):
-    """From the 90th step on the reward is NaN; the first log point after it has been learned from is step 200."""
-    run = launch(script, *SMALL, "--learning-starts", 110, env_id="NaNReward", raises=SystemExit)
+    """From the 90th step on the reward is NaN, which is found at the first log point after it has been learned from."""
+    run = launch(script, *small(script, 110), env_id="NaNReward", raises=SystemExit)
     assert isinstance(run.error.code, str)  # written to stderr, with exit status 1
-    name = "td_loss" if script.startswith("dqn") else "qf_loss"
-    assert run.error.code == f"error: {name} is nan at step 200"
-    assert run.summary["status"] == "failed" and run.summary["global_step"] == 200 and run.summary["updates"] > 0
-    assert [line["global_step"] for line in run.metrics] == [1, 100]
-    scripted = environments.scripted_episodes([env.seed for env in run.made], 200)
+    name = {"dqn": "td_loss", "ppo": "policy_loss"}.get(algorithm_of(script), "qf_loss")
+    step = 100 if algorithm_of(script) in ON_POLICY else 200
+    assert run.error.code == f"error: {name} is nan at step {step}"
+    assert run.summary["status"] == "failed" and run.summary["global_step"] == step and run.summary["updates"] > 0
+    assert [line["global_step"] for line in run.metrics] == [1, 100][: step // 100]
+    scripted = environments.scripted_episodes([env.seed for env in run.made], step)
     assert [line["length"] for line in run.episodes] == [length for _, _, length, _ in scripted]
     for line, paid in zip(run.episodes, run.finished, strict=True):
         assert line["return"] == (None if math.isnan(paid["return"]) else paid["return"])
     assert math.isfinite(run.summary["episode_return"])
-    assert run.out.splitlines()[-1] == f"failed at step 200: {run.folder}"
+    assert run.out.splitlines()[-1] == f"failed at step {step}: {run.folder}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loss_that_is_not_finite_at_the_very_end_fails(launch, script):
     """No log point comes after the updates that see NaN."""
-    flags = ["--total-timesteps", 195, "--learning-starts", 110]
-    run = launch(script, *SMALL, *flags, env_id="NaNReward", raises=SystemExit)
-    assert run.summary["status"] == "failed" and "is nan at step 195" in run.error.code
+    steps = 90 if algorithm_of(script) in ON_POLICY else 195
+    run = launch(script, *small(script, 110), "--total-timesteps", steps, env_id="NaNReward", raises=SystemExit)
+    assert run.summary["status"] == "failed" and f"is nan at step {steps}" in run.error.code
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_error_in_the_environment_fails(launch, script):
-    run = launch(script, *SMALL, "--learning-starts", 30, env_id="Failing", raises=RuntimeError)
+    run = launch(script, *small(script, 30), env_id="Failing", raises=RuntimeError)
     assert str(run.error) == "the environment broke down"
     assert run.summary["status"] == "failed" and run.summary["global_step"] == 89 and run.summary["updates"] > 0
     assert run.summary["episodes"] == len(run.episodes) == len(run.finished) > 10
@@ -286,7 +314,7 @@ def test_an_error_in_the_environment_fails(launch, script):
 @pytest.mark.parametrize("name, number", [("Interrupting", signal.SIGINT), ("Terminating", signal.SIGTERM)])
 def test_a_signal_interrupts(launch, script, name, number):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run = launch(script, *SMALL, "--learning-starts", 30, env_id=name, raises=SystemExit)
+    run = launch(script, *small(script, 30), env_id=name, raises=SystemExit)
     assert run.error.code == 128 + number
     assert run.summary["status"] == "interrupted" and run.summary["global_step"] == 89 and run.summary["updates"] > 0
     assert run.summary["episodes"] == len(run.episodes) == len(run.finished) > 10
@@ -298,7 +326,7 @@ def test_a_signal_interrupts(launch, script, name, number):
 def test_a_second_signal_while_the_summary_is_made(launch, monkeypatch, second):
     getrusage = resource.getrusage
     monkeypatch.setattr(resource, "getrusage", lambda who: signal.raise_signal(second) or getrusage(who))
-    run = launch("dqn", *SMALL, env_id="Interrupting", raises=SystemExit)
+    run = launch("dqn", *small("dqn"), env_id="Interrupting", raises=SystemExit)
     assert run.summary["status"] == "interrupted" and run.error.code == 130
 
 
@@ -314,7 +342,7 @@ def test_a_second_signal_before_the_summary_is_begun(launch, second):
 
     sys.setprofile(profile)
     try:
-        run = launch("dqn", *SMALL, env_id="Interrupting", raises=(SystemExit, KeyboardInterrupt))
+        run = launch("dqn", *small("dqn"), env_id="Interrupting", raises=(SystemExit, KeyboardInterrupt))
     finally:
         sys.setprofile(None)
         for number, handler in handlers.items():
@@ -356,7 +384,7 @@ def test_signals_from_outside(start, tmp_path, script, env_id, signals, status):
 
 @pytest.mark.parametrize("name, shown", [("Failing", "RuntimeError: the environment broke down"), ("NaNReward", None)])
 def test_exit_status_of_failed_runs(start, tmp_path, name, shown):
-    process = start("dqn.py", *SMALL, "--env-id", f"environments:{name}Discrete-v0", cwd=tmp_path)
+    process = start("dqn.py", *small("dqn"), "--env-id", f"environments:{name}Discrete-v0", cwd=tmp_path)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
     assert ("Traceback" in err and shown in err) if shown else err == "error: td_loss is nan at step 200\n"
@@ -390,19 +418,19 @@ def test_no_script_imports_its_neighbours(script):
 
 
 def test_module_prefix_in_an_environments_name(launch):
-    run = launch("dqn", *SMALL, env_id="environments:CounterDiscrete-v0")
+    run = launch("dqn", *small("dqn"), env_id="environments:CounterDiscrete-v0")
     assert run.config["env_id"] == "environments:CounterDiscrete-v0"
     assert run.folder.name.startswith("environments-CounterDiscrete-v0__dqn__1__")
     assert json.loads((run.folder / "summary.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if algorithm_of(script) not in ON_POLICY])
 def test_a_run_allocates_no_more_than_it_can_fill(launch, script):
-    run = launch(script, *SMALL, "--buffer-size", 10**13)
+    run = launch(script, *small(script), "--buffer-size", 10**13)
     assert run.summary["updates"] > 0 and run.out.startswith("replay buffer: 0.0 MB")
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if not script.startswith("dqn")])
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if algorithm_of(script) not in ("dqn", *ON_POLICY)])
 def test_a_run_without_an_update_logs_no_loss(launch, script):
     """Learning would start at step 99 of 100, but a step of 64 environments goes from 64 to 128."""
     flags = ["--total-timesteps", 100, "--num-envs", 64, "--learning-starts", 99, "--buffer-size", 200]
