@@ -29,7 +29,7 @@ import tyro
 from speed import FLAGS, RESULTS, SCRIPTS, fail, stop, terminate_like_interrupt
 
 LEARNING = RESULTS / "learning"
-SAC, TD3 = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"
+SAC, TD3, PPO = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "ppo_torchcompile"
 PLAN = [
     {
         "script": "dqn_torchcompile",
@@ -38,8 +38,11 @@ PLAN = [
         "steps": 500_000,
         "seeds": [1, 2, 3, 4],
     },
+    {"script": PPO, "flags": "--compile", "env_id": "CartPole-v1", "steps": 500_000, "seeds": [1, 2, 3]},
+    {"script": PPO, "flags": "--compile", "env_id": "Acrobot-v1", "steps": 500_000, "seeds": [1, 2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
+    {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 200_000, "seeds": [1, 2, 3]},
     {
         "script": TD3,
         "flags": "--compile --learning-starts 5000",  # SAC's: its own 25,000 leave less than 60 % of this run to learn

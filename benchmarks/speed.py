@@ -54,8 +54,8 @@ FLAGS = {
 class Workload:
     """How long a script runs to be measured, and what its arithmetic is."""
 
-    learning_starts: int
-    """environment steps before the first update"""
+    learning_starts: int | None
+    """environment steps before the first update; None for an on-policy script"""
     cpu: int
     """environment steps with learning, on a CPU"""
     cuda: int
@@ -73,8 +73,8 @@ WORKLOADS = {
     "sac_continuous_action": Workload(1_000, cpu=1_000, cuda=5_000, captured=20_000, flop_per_step=0.617e9),
     "td3_continuous_action": Workload(1_000, cpu=2_000, cuda=8_000, captured=40_000, flop_per_step=0.41e9),
     "dqn": Workload(1_000, cpu=100_000, cuda=40_000, captured=150_000),
+    "ppo": Workload(None, cpu=100_000, cuda=40_000, captured=150_000),
 }
-WARMUP_WORKLOAD = ["--learning-starts", "300", "--total-timesteps", "500"]
 
 # Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
 PROBE = """
@@ -98,7 +98,7 @@ print(json.dumps({"flop_per_second": round(2 * 256**3 / statistics.median(rest))
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("sac", "td3", "dqn")
+    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo")
     """scripts to measure: names in leanrl/ without `_torchcompile` and `.py`, or the beginnings of such names"""
     variants: tuple[Variant, ...] = ()
     """variants to measure; by default all that the device can run"""
@@ -106,8 +106,8 @@ class Args:
     """runs of each arm"""
     env_id: str | None = None
     """Gymnasium id of the environment; each script's own default if not given"""
-    num_envs: int = 1
-    """number of environments stepped side by side"""
+    num_envs: int | None = None
+    """number of environments stepped side by side; each script's own default if not given"""
     steps: int | None = None
     """environment steps with learning in each run; by default chosen by script, so that a run takes 10 to 20 s"""
     learning_starts: int | None = None
@@ -219,13 +219,20 @@ def is_comparable(args: Args, script: str) -> bool:
     return bool(WORKLOADS[script].flop_per_step) and args.env_id in (None, "HalfCheetah-v4") and not args.flags
 
 
+def lengths(script: str, learning_starts: int, steps: int) -> list[str]:
+    """The flags of a run with this many steps of learning."""
+    if WORKLOADS[script].learning_starts is None:
+        return ["--total-timesteps", str(steps)]
+    return ["--learning-starts", str(learning_starts), "--total-timesteps", str(learning_starts + steps)]
+
+
 def measure(args: Args, device: str, script: str, variant: str, repeat: int, timeout: float) -> dict:
     """One run of an arm, on a CPU with the matrix rate just before it."""
     workload = WORKLOADS[script]
     learning_starts = workload.learning_starts if args.learning_starts is None else args.learning_starts
-    steps = args.steps or workload.steps(variant, device)
-    flags = [*FLAGS.get(variant, []), "--seed", str(repeat), "--num-envs", str(args.num_envs)]
-    flags += ["--learning-starts", str(learning_starts), "--total-timesteps", str(learning_starts + steps)]
+    flags = [*FLAGS.get(variant, []), "--seed", str(repeat)]
+    flags += lengths(script, learning_starts, args.steps or workload.steps(variant, device))
+    flags += ["--num-envs", str(args.num_envs)] if args.num_envs else []
     flags += ["--env-id", args.env_id] if args.env_id else []
     flags += ["--no-cuda"] if device == "cpu" else []
     flags += shlex.split(args.flags)
@@ -437,7 +444,8 @@ def warm_up_all(
                     return
                 print(f"{script} {variant}, {cache}: ", end="", flush=True)
                 record = {"script": script, "variant": variant, "repeat": repeat, "cache": cache}
-                all_flags = [*FLAGS[variant], *WARMUP_WORKLOAD, *flags]
+                steps = 200 if WORKLOADS[script].learning_starts is not None else 2_000
+                all_flags = [*FLAGS[variant], *lengths(script, 300, steps), *flags]
                 record |= run_script(script_of(script, variant), all_flags, min(timeout, left), environment)
                 result["runs"].append(record)
                 write(result, output)
@@ -504,7 +512,8 @@ def main(args: Args) -> None:
         if args.warmup:
             arms = [(script, variant) for script in scripts for variant in variants if variant not in ("eager", "none")]
             flags = ["--env-id", args.env_id] if args.env_id else []
-            flags += ["--num-envs", str(args.num_envs), *(["--no-cuda"] if device == "cpu" else [])]
+            flags += ["--num-envs", str(args.num_envs)] if args.num_envs else []
+            flags += ["--no-cuda"] if device == "cpu" else []
             warm_up_all(arms, [*flags, *shlex.split(args.flags)], result, output, args.timeout)
         else:
             plan = [(s, v, r) for r in range(1, args.repeats + 1) for s in scripts for v in variants]
