@@ -482,7 +482,8 @@ def main(args: Args) -> None:
                 agent.rollout.upload()
                 agent.prepare()
                 for _ in range(args.update_epochs):
-                    for rows in torch.randperm(args.num_envs * args.num_steps).chunk(args.num_minibatches):
+                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
+                    for rows in order.chunk(args.num_minibatches):
                         agent.update(rows)
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
