@@ -73,7 +73,7 @@ WORKLOADS = {
     "sac_continuous_action": Workload(1_000, cpu=1_000, cuda=5_000, captured=20_000, flop_per_step=0.617e9),
     "td3_continuous_action": Workload(1_000, cpu=2_000, cuda=8_000, captured=40_000, flop_per_step=0.41e9),
     "dqn": Workload(1_000, cpu=100_000, cuda=40_000, captured=150_000),
-    "ppo": Workload(None, cpu=100_000, cuda=40_000, captured=150_000),
+    "ppo": Workload(None, cpu=60_000, cuda=40_000, captured=150_000),
 }
 
 # Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
