@@ -493,12 +493,11 @@ class CompiledPPOAgent:
         A truncated episode's last value is that of its true last observation; a terminated one's is 0.
         """
         args, rollout = self.args, self.rollout.tensors
-        logits, value = self.policy_and_value(self.network, rollout["observation"])
+        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
         _, next_value = self.policy_and_value(self.network, rollout["next_observation"])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
         goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
         advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * goes_on)
-        log_prob = F.log_softmax(logits, -1).gather(-1, rollout["action"][..., None].long()).squeeze(-1)
         estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate.flatten())
@@ -506,14 +505,21 @@ class CompiledPPOAgent:
         self.order.copy_(order.view(self.order.shape))
         self.turn.zero_()
 
+    def evaluate(
+        self, network, observation: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [...] -> three of [...]."""
+        logits, value = self.policy_and_value(network, observation)
+        log_probs = F.log_softmax(logits, -1)
+        log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
+        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
+
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it."""
-        args = self.args
-        logits, value = self.policy_and_value(network, batch["observation"])
-        log_probs = F.log_softmax(logits, -1)
-        log_ratio = log_probs.gather(1, batch["action"][:, None].long()).squeeze(1) - batch["log_prob"]
+        args, advantage = self.args, batch["advantage"]
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - batch["log_prob"]
         ratio = log_ratio.exp()
-        advantage = batch["advantage"]
         if args.norm_adv:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -522,8 +528,7 @@ class CompiledPPOAgent:
         if args.clip_vloss:
             clipped_value = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
             squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
-        value_loss = 0.5 * squared_error.mean()
-        entropy = -(log_probs.exp() * log_probs).sum(1).mean()
+        value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
         approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
         clip_fraction = ((ratio - 1).abs() > args.clip_coef).float().mean()
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
