@@ -74,6 +74,7 @@ WORKLOADS = {
     "td3_continuous_action": Workload(1_000, cpu=2_000, cuda=8_000, captured=40_000, flop_per_step=0.41e9),
     "dqn": Workload(1_000, cpu=100_000, cuda=40_000, captured=150_000),
     "ppo": Workload(None, cpu=60_000, cuda=40_000, captured=150_000),
+    "ppo_continuous_action": Workload(None, cpu=20_480, cuda=20_480, captured=61_440),
 }
 
 # Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
@@ -98,7 +99,7 @@ print(json.dumps({"flop_per_second": round(2 * 256**3 / statistics.median(rest))
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo")
+    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo", "ppo_continuous_action")
     """scripts to measure: names in leanrl/ without `_torchcompile` and `.py`, or the beginnings of such names"""
     variants: tuple[Variant, ...] = ()
     """variants to measure; by default all that the device can run"""

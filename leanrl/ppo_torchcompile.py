@@ -7,7 +7,7 @@
 
 An on-policy method: the policy collects a rollout, generalised advantages say which actions were better than the critic
 had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
-This is `ppo.py` at full speed: a graph prepares a rollout, another makes an update, and NumPy acts on the host.
+This is `ppo.py` at full speed: graphs prepare a rollout and make an update, NumPy acts on the host.
 
     python leanrl/ppo_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 

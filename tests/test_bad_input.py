@@ -10,11 +10,11 @@ import tyro
 
 import environments
 
-CONTINUOUS = ["sac_continuous_action", "td3_continuous_action"]
+CONTINUOUS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"]
 CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
-ON_POLICY = ["ppo", "ppo_torchcompile"]
-DISCRETE = ["dqn", "dqn_torchcompile", *ON_POLICY]
+DISCRETE = ["dqn", "dqn_torchcompile", "ppo", "ppo_torchcompile"]
 SCRIPTS = CONTINUOUS + DISCRETE
+ON_POLICY = [script for script in SCRIPTS if script.startswith("ppo")]
 
 AT_LEAST_1 = ("at least 1", [0, -1])
 POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
-SCRIPTS += ["ppo_torchcompile"]
+SCRIPTS += ["ppo_torchcompile", "ppo_continuous_action_torchcompile"]
 FLAGS = ["--total-timesteps", 160, "--num-envs", 2, "--seed", 5]
 OFF_POLICY = ["--learning-starts", 80, "--buffer-size", 100, "--batch-size", 16, "--measure-burnin", 20]
 ON_POLICY = ["--num-steps", 10, "--num-minibatches", 2, "--measure-burnin", 100]
@@ -60,14 +60,15 @@ def both(request, launch):
 def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
     assert [opened, ended] == run.summary["fps_window"] == [80 if script.startswith("ppo") else 100, 160]
-    steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 2, "ppo": 2}
+    steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 2, "ppo": 2, "ppo_continuous_action": 2}
     assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled
     assert after == before and "graph_break" not in after
 
 
 def test_summary_and_folder(both):
     script, eager, run, _ = both
-    updates = {"dqn_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}.get(script, 80)
+    updates = {"dqn_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}
+    updates = (updates | {"ppo_continuous_action_torchcompile": 160 // 20 * 10 * 2}).get(script, 80)
     assert run.summary["updates"] == eager.summary["updates"] == updates
     assert run.summary["warmup_seconds"] > 0 == eager.summary["warmup_seconds"]
     assert run.summary["variant"] == "compile" and eager.summary["variant"] == "eager"

@@ -18,7 +18,8 @@ AGENTS = {
 }
 VARIANTS = {"eager": [], "compile": ["--compile"], "cudagraphs": ["--cudagraphs"]}
 VARIANTS["compile+cudagraphs"] = ["--compile", "--cudagraphs"]
-ON_POLICY = ["ppo_torchcompile"]
+ON_POLICY = ["ppo_torchcompile", "ppo_continuous_action_torchcompile"]
+UPDATES = {"dqn_torchcompile": 20, "ppo_torchcompile": 15 * 4 * 2, "ppo_continuous_action_torchcompile": 15 * 10 * 2}
 
 
 def flags_of(script):
@@ -39,7 +40,7 @@ def test_all_variants_run(runs):
     script, variants = runs
     for name, run in variants.items():
         assert run.summary["variant"] == name and run.summary["status"] == "finished"
-        assert run.summary["updates"] == {"dqn_torchcompile": 20, "ppo_torchcompile": 15 * 4 * 2}.get(script, 200)
+        assert run.summary["updates"] == UPDATES.get(script, 200)
         assert run.summary["device"].startswith("cuda") and run.summary["device_name"] == torch.cuda.get_device_name()
         assert (run.summary["warmup_seconds"] > 0) is (name != "eager")
         assert run.folder.name.split("__")[2:-2] == [flag.strip("-") for flag in VARIANTS[name]]

@@ -1,4 +1,4 @@
-"""PPO: its advantages, its loss and updates, eager and compiled, and what it learns on probes."""
+"""PPO: its advantages, its loss and updates, eager and compiled, its normalisation, and what it learns on probes."""
 
 import importlib
 import itertools
@@ -6,36 +6,49 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers.utils import RunningMeanStd
 
 import probes
 from agents import CPU, assert_same, compile_as_main_does, flat
+from ppo_continuous_action import RunningMoments
 from ppo_torchcompile import discounted_sums
 
-SCRIPTS = [("ppo", "PPOAgent"), ("ppo_torchcompile", "CompiledPPOAgent")]
+CLASSES = {
+    "ppo": "PPOAgent",
+    "ppo_torchcompile": "CompiledPPOAgent",
+    "ppo_continuous_action": "ContinuousPPOAgent",
+    "ppo_continuous_action_torchcompile": "CompiledContinuousPPOAgent",
+}
+each_algorithm = pytest.mark.parametrize("algorithm", ["ppo", "ppo_continuous_action"])
+each_script = pytest.mark.parametrize("script", CLASSES)
 
 
-def pair(**arguments):
-    """An eager and a compiled agent with equal networks and the same random rollout, which the policy has acted in."""
+def pair(algorithm, **arguments):
+    """An eager and a compiled agent with equal networks and the same random rollout, in which the eager one has acted.
+
+    The environment has actions of unlike bounds.
+    """
     made = []
-    for script, agent_class in SCRIPTS:
+    for script in (algorithm, f"{algorithm}_torchcompile"):
         module = importlib.import_module(script)
-        env = module.make_environment("ToyDiscrete-v0")
-        args = module.Args(**{"num_envs": 3, "num_steps": 16, "num_minibatches": 3} | arguments)
+        env = module.make_environment("ToyDiscrete-v0" if algorithm == "ppo" else "ToyContinuous-v0")
+        sizes = {"num_envs": 3, "num_steps": 16, "num_minibatches": 3, "update_epochs": 4}
+        args = module.Args(**sizes | arguments)
         torch.manual_seed(0)
-        with torch.set_grad_enabled(script == "ppo"):
-            made.append(getattr(module, agent_class)(args, env, CPU))
+        with torch.set_grad_enabled(script == algorithm):
+            made.append(getattr(module, CLASSES[script])(args, env, CPU))
     eager, compiled = made
     with torch.no_grad():
         for parameter in eager.network.parameters():  # far enough from the start for actions to differ in probability
             parameter.add_(0.3 * torch.randn_like(parameter))
     compiled.network.copy_(flat(eager.network))
-    steps, envs = args.num_steps, args.num_envs
     generator = np.random.default_rng(1)
-    for t in range(steps):
-        observation = generator.normal(size=(envs, 4)).astype(np.float32)
+    for t in range(args.num_steps):
+        observation = generator.normal(size=(args.num_envs, 4)).astype(np.float32)
         values = eager.act(observation) | {"observation": observation}
-        values |= {"next_observation": generator.normal(size=(envs, 4)), "reward": generator.normal(size=envs)}
-        values |= {name: generator.random(envs) < 0.2 for name in ("terminated", "truncated")}
+        values |= {"next_observation": generator.normal(size=(args.num_envs, 4))}
+        values |= {"reward": generator.normal(size=args.num_envs)}
+        values |= {name: generator.random(args.num_envs) < 0.2 for name in ("terminated", "truncated")}
         for agent in (eager, compiled):
             for name in agent.rollout.arrays:
                 agent.rollout.arrays[name][t] = values[name]
@@ -50,6 +63,7 @@ def prepare(eager, compiled):
         compiled.prepare()
 
 
+# ---- Advantages ----
 def brute_force_advantages(rewards, values, next_values, terminated, truncated, gamma, lam):
     """Sums of discounted TD errors up to the episode's end, each term by its definition; all [T]."""
     advantages = []
@@ -64,16 +78,17 @@ def brute_force_advantages(rewards, values, next_values, terminated, truncated, 
     return advantages
 
 
-def test_advantages_of_every_pattern_of_ends():
+@each_algorithm
+def test_advantages_of_every_pattern_of_ends(algorithm):
     patterns = list(itertools.product(range(4), repeat=6))  # of six steps; bit 0 terminates, bit 1 truncates
-    eager, compiled = pair(num_steps=6, num_envs=len(patterns), num_minibatches=1)
+    eager, compiled = pair(algorithm, num_steps=6, num_envs=len(patterns), num_minibatches=1)
     ends = np.array(patterns).T
     for agent in (eager, compiled):
         agent.rollout.arrays["terminated"][:], agent.rollout.arrays["truncated"][:] = ends & 1, ends >> 1
     prepare(eager, compiled)
     rollout = eager.rollout.tensors
     with torch.no_grad():
-        _, next_value = eager.network(rollout["next_observation"])
+        *_, next_value = eager.network(rollout["next_observation"])
     columns = [rollout["reward"], rollout["value"], next_value, rollout["terminated"], rollout["truncated"]]
     columns = [column.T.tolist() for column in columns]
     expected = [brute_force_advantages(*row, 0.99, 0.95) for row in zip(*columns, strict=True)]
@@ -94,8 +109,10 @@ def test_discounted_sums(steps):
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12)
 
 
-def test_old_probabilities_and_values_are_those_of_acting():
-    eager, compiled = pair()
+# ---- Updates ----
+@each_algorithm
+def test_old_probabilities_and_values_are_those_of_acting(algorithm):
+    eager, compiled = pair(algorithm)
     prepare(eager, compiled)
     for name in ("log_prob", "value", "advantage", "return", "observation", "action"):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
@@ -103,6 +120,18 @@ def test_old_probabilities_and_values_are_those_of_acting():
     batch = {name: tensor[rows] for name, tensor in eager.batch.items()}
     _, logged = eager.ppo_loss(eager.network, batch)  # before an update the policy is the old one
     assert logged["approx_kl"].abs() < 1e-6 and logged["clip_fraction"] == 0
+
+
+def test_log_probability_and_entropy_of_the_gaussian():
+    eager, _ = pair("ppo_continuous_action")
+    observation, action = torch.randn(5, 4), torch.randn(5, 3)
+    with torch.no_grad():
+        mean, log_std, value = eager.network(observation)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        log_prob, entropy, same_value = eager.evaluate(eager.network, observation, action)
+    torch.testing.assert_close(log_prob, normal.log_prob(action).sum(1))
+    torch.testing.assert_close(entropy, normal.entropy().sum(1)[0])
+    assert torch.equal(value, same_value)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +143,10 @@ def test_old_probabilities_and_values_are_those_of_acting():
         (True, {}),
     ],
 )
-def test_an_update_phase_is_the_same_in_both_versions(is_compiled, arguments):
+@each_algorithm
+def test_an_update_phase_is_the_same_in_both_versions(algorithm, is_compiled, arguments):
     """Epoch for epoch, approximate KL included: so `target_kl` ends it after the same one."""
-    eager, compiled = pair(learning_rate=1e-3, **arguments)
+    eager, compiled = pair(algorithm, learning_rate=1e-3, ent_coef=0.01, **arguments)
     prepare(eager, compiled)
     update = compile_as_main_does(compiled.update) if is_compiled else compiled.update
     kl = []
@@ -133,66 +163,139 @@ def test_an_update_phase_is_the_same_in_both_versions(is_compiled, arguments):
     assert len(set(kl)) == 4
 
 
-@pytest.mark.parametrize("script, agent_class", SCRIPTS)
-def test_actions_are_sampled_from_the_policy(script, agent_class):
-    eager, compiled = pair()
-    agent = eager if script == "ppo" else compiled
+@each_script
+def test_actions_are_sampled_from_the_policy(script):
+    algorithm = script.removesuffix("_torchcompile")
+    eager, compiled = pair(algorithm)
+    agent = eager if script == algorithm else compiled
     observation = np.array([[0.1, -0.05, 0.03, 0.2]], np.float32)
     with torch.no_grad():
-        chances = eager.network(torch.tensor(observation))[0].softmax(1)[0].numpy()
+        policy = eager.network(torch.tensor(observation))
     chosen = agent.act(np.repeat(observation, 20_000, 0))
-    chosen = chosen["action"] if script == "ppo" else chosen
-    assert np.bincount(chosen, minlength=3) / 20_000 == pytest.approx(chances, abs=0.015)
-    assert chances.min() > 0.02 and chances.max() - chances.min() > 0.1
+    chosen = chosen["action"] if script == algorithm else chosen
+    if algorithm == "ppo":
+        chances = policy[0].softmax(1)[0].numpy()
+        assert np.bincount(chosen, minlength=3) / 20_000 == pytest.approx(chances, abs=0.015)
+        assert chances.min() > 0.02 and chances.max() - chances.min() > 0.1
+    else:
+        assert chosen.dtype == np.float32
+        assert chosen.mean(0) == pytest.approx(policy[0][0].numpy(), abs=0.05)
+        assert chosen.std(0) == pytest.approx(policy[1].detach().exp().numpy(), rel=0.03)
+        assert np.corrcoef(chosen.T) == pytest.approx(np.eye(3), abs=0.03)
 
 
-@pytest.mark.parametrize("script, agent_class", SCRIPTS)
-def test_the_learning_rate_falls_to_nearly_nothing(monkeypatch, tmp_path, script, agent_class):
+def train(monkeypatch, tmp_path, script, **arguments):
+    module, agents = importlib.import_module(script), []
+    make = getattr(module, CLASSES[script])
+    monkeypatch.setattr(module, CLASSES[script], lambda *a: agents.append(make(*a)) or agents[0])
+    arguments["env_id"] += "Continuous-v0" if "continuous" in script else "Discrete-v0"
+    module.main(module.Args(cuda=False, gamma=probes.GAMMA, output_dir=str(tmp_path), **arguments))
+    return agents[0]
+
+
+@each_script
+def test_the_learning_rate_falls_to_nearly_nothing(monkeypatch, tmp_path, script):
     """Of 5 rollouts: what the optimiser used, at the start, in the middle and at the end."""
-    module, used = importlib.import_module(script), []
-    update = getattr(module, agent_class).update
+    agent_class, used = getattr(importlib.import_module(script), CLASSES[script]), []
+    update = agent_class.update
 
     def noting_update(agent, *rows):
         optimizer = agent.optimizer
         used.append(optimizer.lr.item() if script.endswith("compile") else optimizer.param_groups[0]["lr"])
         update(agent, *rows)
 
-    monkeypatch.setattr(getattr(module, agent_class), "update", noting_update)
-    args = {"num_steps": 4, "num_envs": 2, "total_timesteps": 45, "num_minibatches": 2, "update_epochs": 1}
-    train(monkeypatch, tmp_path, script, agent_class, env_id="ConstantRewardDiscrete-v0", learning_rate=0.01, **args)
+    monkeypatch.setattr(agent_class, "update", noting_update)
+    sizes = {"num_steps": 4, "num_envs": 2, "total_timesteps": 45, "num_minibatches": 2, "update_epochs": 1}
+    train(monkeypatch, tmp_path, script, env_id="ConstantReward", learning_rate=0.01, **sizes)
     assert used == pytest.approx([rate for n in range(5) for rate in [0.01 * (1 - n / 5)] * 2])
 
 
-@pytest.mark.parametrize("script, agent_class", SCRIPTS)
-def test_target_kl_ends_an_update_phase_after_its_epoch(launch, script, agent_class):
+@each_script
+def test_target_kl_ends_an_update_phase_after_its_epoch(launch, script):
     flags = ["--num-steps", 10, "--num-envs", 2, "--total-timesteps", 100, "--num-minibatches", 5]
     for target_kl, epochs in ((1e-9, 1), (1e9, 4)):
-        run = launch(script, *flags, "--target-kl", target_kl)
+        run = launch(script, *flags, "--update-epochs", 4, "--learning-rate", 0.01, "--target-kl", target_kl)
         assert run.summary["updates"] == 5 * 5 * epochs  # rollouts, minibatches, epochs
 
 
-def train(monkeypatch, tmp_path, script, agent_class, **arguments):
-    module, agents = importlib.import_module(script), []
-    make = getattr(module, agent_class)
-    monkeypatch.setattr(module, agent_class, lambda *a: agents.append(make(*a)) or agents[0])
-    module.main(module.Args(cuda=False, gamma=probes.GAMMA, output_dir=str(tmp_path), **arguments))
-    return agents[0]
+# ---- Normalisation ----
+def test_running_moments_are_those_of_all_rows():
+    generator = np.random.default_rng(0)
+    batches = [generator.normal(3, 5, size=(n, 4)) for n in (1, 1, 7, 1, 30, 2)]
+    moments = RunningMoments(4)
+    for n, batch in enumerate(batches, 1):
+        moments.update(batch)
+        seen = np.concatenate(batches[:n])
+        np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-3)
+        np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-2, atol=1e-2)  # it begins as if it had seen
+    scaled = moments.scale(np.array([[1e6, -1e6, 3, 0]]))  # 1e-4 of a row
+    assert scaled[0, :2].tolist() == [10, -10]
+    np.testing.assert_allclose(scaled[0, 2:], ((np.array([3, 0]) - seen.mean(0)[2:]) / seen.std(0)[2:]), rtol=1e-3)
 
 
-@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+@pytest.mark.parametrize("script", [script for script in CLASSES if "continuous" in script])
+def test_what_a_rollout_holds_is_normalised(monkeypatch, script, launch):
+    """Observations and rewards of a scripted environment, against Gymnasium's running statistics."""
+    agent_class = getattr(importlib.import_module(script), CLASSES[script])
+    normalize, scale_rewards, prepare = agent_class.normalize, agent_class.scale_rewards, agent_class.prepare
+    observations, rewards, rollouts = [], [], []
+    note = lambda notes, value: notes.append(np.array(value))  # noqa: E731
+    monkeypatch.setattr(agent_class, "normalize", lambda agent, x: note(observations, x) or normalize(agent, x))
+    monkeypatch.setattr(
+        agent_class, "scale_rewards", lambda agent, r, e: note(rewards, r) or scale_rewards(agent, r, e)
+    )
+    monkeypatch.setattr(
+        agent_class, "prepare", lambda agent: rollouts.append(dict(agent.rollout.arrays)) or prepare(agent)
+    )
+    run = launch(script, "--num-steps", 40, "--num-minibatches", 2, "--total-timesteps", 40, "--gamma", 0.9)
+    (rollout,) = rollouts
+    ends = (rollout["terminated"] + rollout["truncated"])[:, 0] > 0
+    assert ends.sum() == len(run.episodes) > 5
+
+    moments, normalised = RunningMeanStd(shape=(3,)), []
+    for row in observations:  # the first reset, then each step's, and after an end the next reset's
+        moments.update(row)
+        normalised.append(np.clip((row[0] - moments.mean) / np.sqrt(moments.var + 1e-8), -10, 10))
+    after_each_step = np.arange(40) + np.cumsum(ends) - ends + 1
+    np.testing.assert_allclose(
+        rollout["next_observation"][:, 0], np.stack(normalised)[after_each_step], rtol=1e-4, atol=1e-5
+    )
+    before_each_step = np.append(0, (after_each_step + ends)[:-1])
+    np.testing.assert_allclose(
+        rollout["observation"][:, 0], np.stack(normalised)[before_each_step], rtol=1e-4, atol=1e-5
+    )
+
+    moments, discounted = RunningMeanStd(shape=()), 0.0
+    for t in range(40):
+        discounted = 0.9 * discounted + rewards[t]
+        moments.update(discounted)
+        scaled = np.clip(rewards[t] / np.sqrt(moments.var + 1e-8), -10, 10)
+        assert rollout["reward"][t] == pytest.approx(scaled, rel=1e-4)
+        discounted = discounted * (not ends[t])
+
+
+# ---- Probes ----
+@each_script
 @pytest.mark.parametrize(
     "probe", ["ConstantReward", "DelayedReward", "ObservationReward", "ActionReward", "BothReward"]
 )
-def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
-    sizes = {"num_envs": 4, "num_steps": 16, "total_timesteps": 4000, "learning_rate": 5e-3}
-    agent = train(monkeypatch, tmp_path, script, agent_class, env_id=f"{probe}Discrete-v0", **sizes)
+def test_probe(monkeypatch, tmp_path, script, probe):
+    """Values are in deviations of the return where rewards are scaled."""
+    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 5e-3}
+    agent = train(monkeypatch, tmp_path, script, env_id=probe, total_timesteps=4000, ent_coef=0.01, **sizes)
+    is_continuous = "continuous" in script
 
     def known(observation):
-        """The chance of action 1, and the value."""
-        logits, value = agent.policy_and_value(agent.network, torch.tensor([[float(observation)]]))
-        return logits.softmax(1)[0, 1].item(), value.item()
+        """The chance of action 1, or the mean action, and the value in units of the reward."""
+        observation, scale = np.array([[float(observation)]]), 1.0
+        if is_continuous:
+            observation = agent.observation_moments.scale(observation)
+            scale = np.sqrt(agent.return_moments.variance + 1e-8)
+        *policy, value = agent.policy_and_value(agent.network, torch.tensor(observation, dtype=torch.float32))
+        chance = policy[0].item() if is_continuous else policy[0].softmax(1)[0, 1].item()
+        return chance, value.item() * scale
 
-    if probe == "ConstantReward":
+    if probe == "ConstantReward" and not is_continuous:  # a constant return has no deviation to be scaled by
         assert known(0)[1] == pytest.approx(1, abs=0.1)
     if probe == "DelayedReward":
         assert known(1)[1] == pytest.approx(1, abs=0.1)
@@ -201,6 +304,9 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, probe):
         assert known(1)[1] == pytest.approx(1, abs=0.15)
         assert known(-1)[1] == pytest.approx(-1, abs=0.15)
     if probe == "ActionReward":
-        assert known(0)[0] > 0.9
-    if probe == "BothReward":
+        assert known(0)[0] == pytest.approx(0.5, abs=0.25) if is_continuous else known(0)[0] > 0.9
+    if probe == "BothReward" and is_continuous:
+        assert known(-1)[0] == pytest.approx(0, abs=0.35)
+        assert known(1)[0] == pytest.approx(2, abs=0.35)
+    elif probe == "BothReward":
         assert known(1)[0] > 0.9 and known(-1)[0] < 0.1

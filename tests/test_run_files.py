@@ -20,7 +20,7 @@ from conftest import LEANRL, read_run
 
 SCRIPTS = [
     algorithm + version
-    for algorithm in ("sac_continuous_action", "td3_continuous_action", "dqn", "ppo")
+    for algorithm in ("sac_continuous_action", "td3_continuous_action", "dqn", "ppo", "ppo_continuous_action")
     for version in ("", "_torchcompile")
 ]
 LOSSES = {
@@ -29,7 +29,8 @@ LOSSES = {
     "dqn": {"td_loss", "q_value", "epsilon"},
     "ppo": {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"},
 }
-ON_POLICY = ("ppo",)
+LOSSES["ppo_continuous_action"] = LOSSES["ppo"]
+ON_POLICY = ("ppo", "ppo_continuous_action")
 VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
 SUMMARY = {
     "script", "variant", "env_id", "seed", "global_step", "updates", "fps", "fps_window", "warmup_seconds",
@@ -214,6 +215,7 @@ FLAGS = {  # every flag that the runs above leave where it is, in another positi
         ["--clip-coef", 0.1, "--max-grad-norm", 10, "--learning-rate", 1e-3, "--target-kl", 1000, "--gae-lambda", 1],
     ],
 }
+FLAGS["ppo_continuous_action"] = FLAGS["ppo"]
 
 
 @pytest.mark.parametrize(
@@ -280,8 +282,9 @@ def test_a_loss_that_is_not_finite_fails(launch, script):
     """From the 90th step on the reward is NaN, which is found at the first log point after it has been learned from."""
     run = launch(script, *small(script, 110), env_id="NaNReward", raises=SystemExit)
     assert isinstance(run.error.code, str)  # written to stderr, with exit status 1
-    name = {"dqn": "td_loss", "ppo": "policy_loss"}.get(algorithm_of(script), "qf_loss")
-    step = 100 if algorithm_of(script) in ON_POLICY else 200
+    is_on_policy = algorithm_of(script) in ON_POLICY
+    name = "td_loss" if script.startswith("dqn") else "policy_loss" if is_on_policy else "qf_loss"
+    step = 100 if is_on_policy else 200
     assert run.error.code == f"error: {name} is nan at step {step}"
     assert run.summary["status"] == "failed" and run.summary["global_step"] == step and run.summary["updates"] > 0
     assert [line["global_step"] for line in run.metrics] == [1, 100][: step // 100]

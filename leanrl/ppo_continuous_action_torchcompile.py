@@ -1,0 +1,664 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16"]
+# ///
+"""Proximal policy optimisation, PPO, for continuous actions (Schulman et al. 2017, https://arxiv.org/abs/1707.06347).
+
+An on-policy method: the policy collects a rollout, generalised advantages say which actions were better than the critic
+had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
+This is `ppo_continuous_action.py` at full speed: graphs prepare a rollout and make an update, NumPy acts on the host.
+
+    python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
+
+Published returns at 1M steps (CleanRL): HalfCheetah-v4 1,443 ± 46, Walker2d-v4 2,288 ± 572. Ours are in the README.
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+"""
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch.func import grad_and_value
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of every random number: environments, networks, exploration, replay"""
+    env_id: str = "HalfCheetah-v4"
+    """Gymnasium id of the environment"""
+    total_timesteps: int = 1_000_000
+    """length of the run, in environment steps summed over all environments"""
+    num_envs: int = 1
+    """number of environments stepped side by side"""
+    cuda: bool = True
+    """train on CUDA where there is a device, else on the CPU"""
+    torch_deterministic: bool = True
+    """have cuDNN and cuBLAS use repeatable kernels"""
+    track: bool = False
+    """send the metrics to Weights & Biases as well (needs the wandb package)"""
+    wandb_project: str = "leanrl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; your default one if not given"""
+    output_dir: str = "runs"
+    """folder in which the run's own folder is made"""
+    measure_burnin: int = 100
+    """environment steps after learning has started before fps is measured"""
+
+    num_steps: int = 2048
+    """steps of each environment in a rollout"""
+    gamma: float = 0.99
+    """discount factor, per step"""
+    gae_lambda: float = 0.95
+    """λ of the generalised advantage estimates"""
+    learning_rate: float = 3e-4
+    """learning rate of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0 over the run"""
+    num_minibatches: int = 32
+    """minibatches into which an epoch divides a rollout"""
+    update_epochs: int = 10
+    """times that each transition of a rollout is used"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    clip_vloss: bool = True
+    """clip the change of the value, too"""
+    ent_coef: float = 0.0
+    """weight of the entropy in the loss"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """norm to which longer gradients are cut"""
+    target_kl: float | None = None
+    """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
+
+    compile: bool = False
+    """compile the steps with torch.compile"""
+    cudagraphs: bool = False
+    """capture the steps in CUDA graphs"""
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    counts += " num_steps num_minibatches update_epochs"
+    tiny, huge = sys.float_info.min, sys.float_info.max
+    for names, allowed, low, high in (
+        (counts, "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
+        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
+        ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
+        ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+    ):
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not low <= value <= high:
+                fail(name, value, allowed)
+    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
+        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
+        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
+    if hasattr(args, "num_steps"):
+        size = args.num_envs * args.num_steps
+        if size > args.total_timesteps:
+            fail("total_timesteps", args.total_timesteps, f"must be at least a rollout, num_envs * num_steps = {size}")
+        if size % args.num_minibatches or size < 2 * args.num_minibatches:
+            fail("num_minibatches", args.num_minibatches, f"must divide a rollout of {size} into minibatches above 1")
+    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
+        fail("cudagraphs", True, "needs a CUDA device and --cuda")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("track", True, "needs the wandb package: pip install wandb")
+
+
+class Run:
+    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started.
+    """
+
+    def __init__(self, args: Args, device: torch.device):
+        self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
+        self.global_step = self.updates = self.episodes = self.next_log = 0
+        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        learning_starts = getattr(args, "learning_starts", 0)
+        self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
+        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            while True:
+                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+                with contextlib.suppress(FileExistsError):  # another run began within this second
+                    self.folder.mkdir()
+                    break
+                time.sleep(0.1)
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
+        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
+        self.about["versions"] = {"python": platform.python_version(), **versions}
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+
+    def __enter__(self):
+        def interrupt(number, _frame):
+            for signal_number in self.handlers:
+                signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
+            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+
+        self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
+        return self
+
+    def step(self, rewards: Sequence[float], terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
+        """Counts one step of every environment and writes down the episodes that it ends; each of length `num_envs`."""
+        self.global_step += len(rewards)
+        for i, reward in enumerate(rewards):
+            self.returns[i] += float(reward)
+            self.lengths[i] += 1
+            if terminated[i] or truncated[i]:
+                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
+                finite = math.isfinite(total)  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(terminated[i])}) + "\n")
+                self.recent.extend([(total, length)] if finite else [])
+                self.episodes += 1
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
+        if self.window is None and self.global_step >= self.window_opens:
+            self.window = (self.global_step, self.now())
+        if self.global_step < min(self.next_log, self.args.total_timesteps):
+            return
+        self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        losses = {name: float(loss) for name, loss in losses.items()}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {**self.means(), **losses, "learning_rate": learning_rate}
+        self.files["metrics"].write(json.dumps(line) + "\n")
+        if self.args.track:
+            import wandb
+
+            if wandb.run is None:
+                project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
+                try:
+                    wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
+                except wandb.errors.Error as error:
+                    fail("track", True, f"wandb can't start ({error})")
+            wandb.log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
+        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)
+        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
+        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
+        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
+        summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        for file in (*self.files.values(), self.bar):
+            file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if status == "interrupted":
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+        if kind is FloatingPointError:
+            sys.exit(f"error: {error}")
+
+
+# ---- Environments ----
+def make_environment(env_id: str) -> gym.Env:
+    """One Gymnasium environment; ends the program with exit status 2 if it can't be made.
+
+    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    """
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return gym.make(env_id, disable_env_checker=True)
+    except (gym.error.Error, ImportError) as error:
+        nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
+        is_unknown = isinstance(error, gym.error.UnregisteredEnv)
+        problem = f"no such environment; nearest names: {nearest}" if is_unknown else "this environment can't be made"
+        fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+
+
+def check_continuous_spaces(env: gym.Env) -> None:
+    """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+    is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+    if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
+        fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
+
+
+def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed or environment shares them."""
+    envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
+    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
+        env.action_space.seed(seed)
+    return envs, seeds[: args.num_envs]
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
+    """The layer with orthogonal weights, scaled by `gain`, and no bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units; `gain` scales the last layer's weights."""
+    hidden = [orthogonal(nn.Linear(size, 64), math.sqrt(2)) for size in (inputs, 64)]
+    return nn.Sequential(hidden[0], nn.Tanh(), hidden[1], nn.Tanh(), orthogonal(nn.Linear(64, outputs), gain))
+
+
+class GaussianActorCritic(nn.Module):
+    """Mean and log standard deviation of the policy's Gaussian, and the value; [..., D] -> [..., A], [A], [...].
+
+    The deviation does not depend on the observation.
+    """
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.actor = mlp(observation_dim, action_dim, 0.01)
+        self.critic = mlp(observation_dim, 1, 1.0)
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.actor(observation), self.log_std, self.critic(observation).squeeze(-1)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+# ---- Normalisation ----
+class RunningMoments:
+    """Mean and variance of all rows seen, each of `shape` (Chan et al. 1979, eq. 2.1)."""
+
+    def __init__(self, *shape: int):
+        self.mean, self.variance, self.count = np.zeros(shape), np.ones(shape), 1e-4
+
+    def update(self, rows: np.ndarray) -> None:
+        """[N, *shape]."""
+        total = self.count + len(rows)
+        mean = rows.sum(0) / len(rows)
+        delta = mean - self.mean
+        squares = np.square(rows - mean).sum(0) + np.square(delta) * (self.count * len(rows) / total)
+        self.variance = (self.variance * self.count + squares) / total
+        self.mean, self.count = self.mean + delta * (len(rows) / total), total
+
+    def scale(self, rows: np.ndarray, center: float = 1.0) -> np.ndarray:
+        """The rows in standard deviations, less the mean unless `center` is 0, clipped to ±10; [N, *shape]."""
+        return np.clip((rows - center * self.mean) / np.sqrt(self.variance + 1e-8), -10, 10)
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Rollout ----
+class Rollout:
+    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
+
+    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
+        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
+        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
+        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
+
+    def upload(self) -> None:
+        """Sends the arrays to the device."""
+        for host, tensor in self.pairs.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+# ---- Flat parameters ----
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
+
+    Matrices lie transposed in it, as the backward pass yields their gradients.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        self.places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+
+    def flatten(self) -> torch.Tensor:
+        """The module's own parameters, joined; [P]."""
+        return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `flat`, [P], with the names and shapes of the module's parameters."""
+        parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
+        return {name: x.view(shape[::-1]).mT if len(shape) == 2 else x.view(shape) for (name, shape), x in parts}
+
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        own = [owner[name] for owner, name in self.places]
+        self.put(self.split(flat).values())
+        output = self.module(*inputs)
+        self.put(own)
+        return output
+
+    def put(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Makes these the module's; `functional_call` gives Dynamo twice as much to trace."""
+        for (owner, name), parameter in zip(self.places, parameters, strict=True):
+            owner[name] = parameter
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, parameters: torch.Tensor, lr: float, eps: float = 1e-8):
+        self.parameters, self.lr, self.eps = parameters, torch.tensor(lr, device=parameters.device), eps
+        self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
+        self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
+        self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+
+
+# ---- Compilation and capture ----
+def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
+    tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+    started, saved = run.now(), [tensor.clone() for tensor in tensors]
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        for step in [step for step in steps for _ in range(4)]:
+            step()
+    for tensor, value in zip(tensors, saved, strict=True):
+        tensor.copy_(value)
+    run.warmup_seconds = run.now() - started
+
+
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
+# ---- Agent ----
+class CompiledContinuousPPOAgent:
+    """The networks, their optimiser, and the update on them.
+
+    The steps that `main` compiles and captures (`prepare` and `update`) take no tensor and return none: they work on
+    tensors of fixed address, so that a captured graph is replayed without copies. A network this small acts on the
+    host, in NumPy, several times faster than a compiled call would.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        self.args, self.device = args, device
+        observation_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
+        self.low, self.high = env.action_space.low, env.action_space.high
+        self.observation_moments, self.return_moments = RunningMoments(observation_dim), RunningMoments()
+        self.returns = np.zeros(args.num_envs)
+        shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": (action_dim,)}
+        shapes |= {name: () for name in ("reward", "terminated", "truncated")}
+        self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
+        self.module = FlatModule(GaussianActorCritic(observation_dim, action_dim))
+        flat = self.module.flatten()
+        self.host_network, self.network = mirrored(len(flat), device=device)
+        for copy in (self.host_network, self.network):
+            copy.copy_(flat)
+        self.host_log_std, *layers = [layer.numpy().T for layer in self.module.split(self.host_network).values()]
+        self.host_layers = [(layers[n], layers[n + 1]) for n in (0, 2, 4)]  # the actor's; the critic's follow
+        self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
+        size = args.num_steps * args.num_envs
+        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
+        self.batch = {name: tensor.flatten(0, 1) for name, tensor in self.rollout.tensors.items()} | estimates
+        minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
+        self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+
+    def normalize(self, observation: np.ndarray) -> np.ndarray:
+        """Takes raw observations into the statistics, and normalises them; [N, observation_dim]."""
+        self.observation_moments.update(observation)
+        return self.observation_moments.scale(observation).astype(np.float32)
+
+    def scale_rewards(self, rewards: Sequence[float], ended: np.ndarray) -> np.ndarray:
+        """Rewards, [num_envs], in deviations of the discounted return."""
+        self.returns = self.returns * self.args.gamma + rewards
+        self.return_moments.update(self.returns)
+        self.returns[ended] = 0
+        return self.return_moments.scale(np.asarray(rewards), center=0)
+
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean and log standard deviation of the actions, and the value; [..., D] -> [..., A], [A], [...]."""
+        return self.module(network, observation)
+
+    def act(self, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, on the host; [num_envs, observation_dim] -> [num_envs, action_dim]."""
+        *hidden, (weight, bias) = self.host_layers
+        for hidden_weight, hidden_bias in hidden:
+            observation = np.tanh(observation @ hidden_weight + hidden_bias)
+        mean = observation @ weight + bias
+        return mean + np.exp(self.host_log_std) * np.random.normal(size=mean.shape).astype(np.float32)
+
+    def prepare(self) -> None:
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and draws the minibatches.
+
+        A truncated episode's last value is that of its true last observation; a terminated one's is 0.
+        """
+        args, rollout = self.args, self.rollout.tensors
+        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
+        *_, next_value = self.policy_and_value(self.network, rollout["next_observation"])
+        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * goes_on)
+        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
+        for name, estimate in estimates.items():
+            self.batch[name].copy_(estimate.flatten())
+        order = torch.rand(args.update_epochs, args.num_steps * args.num_envs, device=self.device).argsort(1)
+        self.order.copy_(order.view(self.order.shape))
+        self.turn.zero_()
+
+    def evaluate(
+        self, network, observation: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> three of [...]."""
+        mean, log_std, value = self.policy_and_value(network, observation)
+        log_prob = -0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
+        return log_prob.sum(-1), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
+
+    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it."""
+        args, advantage = self.args, batch["advantage"]
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - batch["log_prob"]
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+        squared_error = (value - batch["return"]).square()
+        if args.clip_vloss:
+            clipped_value = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
+            squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
+        value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
+        approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        clip_fraction = ((ratio - 1).abs() > args.clip_coef).float().mean()
+        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
+        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
+
+    def update(self) -> None:
+        """One step of the optimiser on the next minibatch."""
+        rows = self.order.index_select(0, self.turn).squeeze(0)
+        self.turn.copy_((self.turn + 1) % len(self.order))
+        batch = {name: tensor[rows] for name, tensor in self.batch.items()}
+        gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
+        self.optimizer.step(gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor)
+
+
+@torch.no_grad()
+def main(args: Args) -> None:
+    check_args(args)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # a network this small is slower on several
+    envs, seeds = make_environments(args)
+    check_continuous_spaces(envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    agent = CompiledContinuousPPOAgent(args, envs[0], device)
+    rollout = agent.rollout.arrays
+
+    with Run(args, device) as run:
+        # Compilation and capture: a full graph to prepare a rollout, and one for an update
+        prepare, update = agent.prepare, agent.update
+        if args.compile:
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
+            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
+            torch.compiler.reset()
+            options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
+            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            options |= {"cpp.use_decompose_tanh": True}  # made of exponentials: faster, and right to 1e-7
+            prepare = torch.compile(prepare, fullgraph=True, options=options.copy())  # it pops the filter
+            update = torch.compile(update, fullgraph=True, options=options)
+        if args.cudagraphs:
+            prepare, update = (CudaGraphModule(step, warmup=3) for step in (prepare, update))
+        if args.compile or args.cudagraphs:
+            warm_up([prepare, update], agent, run)
+
+        first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+        raw = np.stack(first, dtype=np.float64)
+        observation = agent.normalize(raw)
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        iterations, learning_rate = args.total_timesteps // (args.num_envs * args.num_steps), args.learning_rate
+        while run.global_step < args.total_timesteps:
+            # Act
+            iteration, t = divmod(run.global_step // args.num_envs, args.num_steps)
+            action = agent.act(observation)
+            rollout["observation"][t], rollout["action"][t] = observation, action
+
+            # Step and store; where an episode has ended, the next one begins
+            clipped = np.clip(action, agent.low, agent.high)
+            for i, env in enumerate(envs):
+                raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
+            ended = np.logical_or(terminated, truncated)
+            rollout["next_observation"][t] = observation = agent.normalize(raw)
+            rollout["reward"][t] = agent.scale_rewards(rewards, ended)
+            rollout["terminated"][t], rollout["truncated"][t] = terminated, truncated
+            if ended.any():
+                resets = [env.reset()[0] for env in itertools.compress(envs, ended)]
+                observation[ended] = agent.normalize(np.stack(resets))
+            run.step(rewards, terminated, truncated)
+
+            # Learn from a full rollout
+            if t == args.num_steps - 1:
+                if args.anneal_lr:
+                    learning_rate = linear_schedule(args.learning_rate, 0.0, iterations, iteration)
+                    agent.optimizer.lr.fill_(learning_rate)
+                agent.rollout.upload()
+                prepare()
+                for _ in range(args.update_epochs):
+                    for _ in range(args.num_minibatches):
+                        update()
+                        run.updates += 1
+                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
+                        break
+                agent.host_network.copy_(agent.network)
+            run.log(agent.losses if run.updates else {}, learning_rate)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
