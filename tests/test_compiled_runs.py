@@ -78,9 +78,10 @@ def test_summary_and_folder(both):
 
 
 def test_episodes_before_learning_are_the_same(both):
-    _, eager, run, _ = both
-    early = [[line for line in each.episodes if line["global_step"] <= 80] for each in (eager, run)]
-    assert early[0] == early[1] and len(early[0]) > 5
+    script, eager, run, _ = both
+    starts = 20 if script.startswith("ppo") else 80
+    early = [[line for line in each.episodes if line["global_step"] <= starts] for each in (eager, run)]
+    assert early[0] == early[1] and len(early[0]) > starts // 20
     assert [line["length"] for line in run.episodes] == [line["length"] for line in eager.episodes]
 
 
