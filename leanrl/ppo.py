@@ -401,7 +401,8 @@ class PPOAgent:
         advantage = target - rollout["value"]
         for t in reversed(range(args.num_steps - 1)):
             advantage[t] += args.gamma * args.gae_lambda * goes_on[t] * advantage[t + 1]
-        batch = rollout | {"advantage": advantage, "return": advantage + rollout["value"]}
+        batch = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
+        batch |= {"advantage": advantage, "return": advantage + rollout["value"]}
         self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
     def evaluate(

@@ -338,6 +338,11 @@ class GaussianActorCritic(nn.Module):
         return self.actor(observation), self.log_std, self.critic(observation).squeeze(-1)
 
 
+def gaussian_log_prob(mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """Log-probability of actions with independent dimensions; [..., A], [A], [..., A] -> [...]."""
+    return (-0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
     return end if step >= duration else start + (end - start) * step / duration
@@ -423,10 +428,9 @@ class ContinuousPPOAgent:
     def act(self, observation: np.ndarray) -> dict[str, np.ndarray]:
         """Sampled actions, their log-probabilities, and the values; [num_envs, observation_dim] -> [num_envs, ...]."""
         observation = torch.as_tensor(observation, device=self.device)
-        mean, log_std, _ = self.policy_and_value(self.network, observation)
+        mean, log_std, value = self.policy_and_value(self.network, observation)
         action = mean + log_std.exp() * torch.randn_like(mean)
-        log_prob, _, value = self.evaluate(self.network, observation, action)
-        chosen = {"action": action, "log_prob": log_prob, "value": value}
+        chosen = {"action": action, "log_prob": gaussian_log_prob(mean, log_std, action), "value": value}
         return {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
 
     @torch.no_grad()
@@ -442,7 +446,8 @@ class ContinuousPPOAgent:
         advantage = target - rollout["value"]
         for t in reversed(range(args.num_steps - 1)):
             advantage[t] += args.gamma * args.gae_lambda * goes_on[t] * advantage[t + 1]
-        batch = rollout | {"advantage": advantage, "return": advantage + rollout["value"]}
+        batch = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
+        batch |= {"advantage": advantage, "return": advantage + rollout["value"]}
         self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
     def evaluate(
@@ -450,8 +455,7 @@ class ContinuousPPOAgent:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> three of [...]."""
         mean, log_std, value = self.policy_and_value(network, observation)
-        log_prob = -0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
-        return log_prob.sum(-1), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
+        return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it."""

@@ -346,6 +346,11 @@ class GaussianActorCritic(nn.Module):
         return self.actor(observation), self.log_std, self.critic(observation).squeeze(-1)
 
 
+def gaussian_log_prob(mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """Log-probability of actions with independent dimensions; [..., A], [A], [..., A] -> [...]."""
+    return (-0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
     return end if step >= duration else start + (end - start) * step / duration
@@ -392,6 +397,17 @@ class Rollout:
         """Sends the arrays to the device."""
         for host, tensor in self.pairs.values():
             tensor.copy_(host, non_blocking=True)
+
+
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
 
 
 # ---- Flat parameters ----
@@ -459,16 +475,6 @@ def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
     run.warmup_seconds = run.now() - started
 
 
-def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
-    reach = 1
-    while reach < len(values):
-        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
-        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
-        reach *= 2
-    return values
-
-
 # ---- Agent ----
 class CompiledContinuousPPOAgent:
     """The networks, their optimiser, and the update on them.
@@ -497,7 +503,7 @@ class CompiledContinuousPPOAgent:
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
-        self.batch = {name: tensor.flatten(0, 1) for name, tensor in self.rollout.tensors.items()} | estimates
+        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
         minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
         self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
@@ -551,8 +557,7 @@ class CompiledContinuousPPOAgent:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> three of [...]."""
         mean, log_std, value = self.policy_and_value(network, observation)
-        log_prob = -0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
-        return log_prob.sum(-1), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
+        return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it."""

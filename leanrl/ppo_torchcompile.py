@@ -368,6 +368,17 @@ class Rollout:
             tensor.copy_(host, non_blocking=True)
 
 
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
 # ---- Flat parameters ----
 class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
@@ -433,16 +444,6 @@ def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
     run.warmup_seconds = run.now() - started
 
 
-def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
-    reach = 1
-    while reach < len(values):
-        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
-        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
-        reach *= 2
-    return values
-
-
 # ---- Agent ----
 class CompiledPPOAgent:
     """The networks, their optimiser, and the update on them.
@@ -468,7 +469,7 @@ class CompiledPPOAgent:
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
-        self.batch = {name: tensor.flatten(0, 1) for name, tensor in self.rollout.tensors.items()} | estimates
+        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
         minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
         self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
