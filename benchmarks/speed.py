@@ -445,7 +445,7 @@ def warm_up_all(
                     return
                 print(f"{script} {variant}, {cache}: ", end="", flush=True)
                 record = {"script": script, "variant": variant, "repeat": repeat, "cache": cache}
-                steps = 200 if WORKLOADS[script].learning_starts is not None else 2_000
+                steps = 200 if WORKLOADS[script].learning_starts is not None else 4_096
                 all_flags = [*FLAGS[variant], *lengths(script, 300, steps), *flags]
                 record |= run_script(script_of(script, variant), all_flags, min(timeout, left), environment)
                 result["runs"].append(record)
