@@ -30,6 +30,7 @@ from speed import FLAGS, RESULTS, SCRIPTS, fail, stop, terminate_like_interrupt
 
 LEARNING = RESULTS / "learning"
 SAC, TD3, PPO = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "ppo_torchcompile"
+CONTINUOUS_PPO = "ppo_continuous_action_torchcompile"
 PLAN = [
     {
         "script": "dqn_torchcompile",
@@ -40,6 +41,10 @@ PLAN = [
     },
     {"script": PPO, "flags": "--compile", "env_id": "CartPole-v1", "steps": 500_000, "seeds": [1, 2, 3]},
     {"script": PPO, "flags": "--compile", "env_id": "Acrobot-v1", "steps": 500_000, "seeds": [1, 2, 3]},
+    *(
+        {"script": CONTINUOUS_PPO, "flags": "--compile", "env_id": f"{task}-v4", "steps": 1_000_000, "seeds": [1, 2, 3]}
+        for task in ("HalfCheetah", "Hopper", "Walker2d", "InvertedPendulum")
+    ),
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 200_000, "seeds": [1, 2, 3]},
