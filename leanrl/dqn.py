@@ -26,6 +26,7 @@ import platform
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -149,7 +150,8 @@ class Run:
         self.global_step = self.updates = self.episodes = self.next_log = 0
         self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        learning_starts = getattr(args, "learning_starts", 0)
+        first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
+        learning_starts = getattr(args, "learning_starts", first_rollout)
         self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
@@ -170,6 +172,15 @@ class Run:
         versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
         self.about["versions"] = {"python": platform.python_version(), **versions}
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            try:
+                self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
+            except wandb.errors.Error as error:
+                shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -213,15 +224,7 @@ class Run:
         line |= {**self.means(), **losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
-            import wandb
-
-            if wandb.run is None:
-                project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
-                try:
-                    wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
-                except wandb.errors.Error as error:
-                    fail("track", True, f"wandb can't start ({error})")
-            wandb.log(line, step=self.global_step)
+            self.tracked.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
@@ -280,8 +283,8 @@ def make_environment(env_id: str) -> gym.Env:
             return gym.make(env_id, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        is_unknown = isinstance(error, gym.error.UnregisteredEnv)
-        problem = f"no such environment; nearest names: {nearest}" if is_unknown else "this environment can't be made"
+        is_known = env_id in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 

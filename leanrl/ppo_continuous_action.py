@@ -25,6 +25,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -153,7 +154,8 @@ class Run:
         self.global_step = self.updates = self.episodes = self.next_log = 0
         self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        learning_starts = getattr(args, "learning_starts", 0)
+        first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
+        learning_starts = getattr(args, "learning_starts", first_rollout)
         self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
@@ -174,6 +176,15 @@ class Run:
         versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
         self.about["versions"] = {"python": platform.python_version(), **versions}
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            try:
+                self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
+            except wandb.errors.Error as error:
+                shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -217,15 +228,7 @@ class Run:
         line |= {**self.means(), **losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
-            import wandb
-
-            if wandb.run is None:
-                project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
-                try:
-                    wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
-                except wandb.errors.Error as error:
-                    fail("track", True, f"wandb can't start ({error})")
-            wandb.log(line, step=self.global_step)
+            self.tracked.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
@@ -284,8 +287,8 @@ def make_environment(env_id: str) -> gym.Env:
             return gym.make(env_id, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        is_unknown = isinstance(error, gym.error.UnregisteredEnv)
-        problem = f"no such environment; nearest names: {nearest}" if is_unknown else "this environment can't be made"
+        is_known = env_id in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
@@ -310,7 +313,7 @@ def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
 
 # ---- Networks ----
 def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
-    """The layer with orthogonal weights, scaled by `gain`, and no bias."""
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -453,7 +456,7 @@ class ContinuousPPOAgent:
     def evaluate(
         self, network, observation: torch.Tensor, action: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> three of [...]."""
+        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> [...], [], [...]."""
         mean, log_std, value = self.policy_and_value(network, observation)
         return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
 
@@ -508,7 +511,7 @@ def main(args: Args) -> None:
         raw = np.stack(first, dtype=np.float64)
         observation = agent.normalize(raw)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        iterations, learning_rate = args.total_timesteps // (args.num_envs * args.num_steps), args.learning_rate
+        iterations, learning_rate = -(-args.total_timesteps // args.num_envs) // args.num_steps, args.learning_rate
         while run.global_step < args.total_timesteps:
             # Act
             iteration, t = divmod(run.global_step // args.num_envs, args.num_steps)
@@ -530,7 +533,7 @@ def main(args: Args) -> None:
                 observation[ended] = agent.normalize(np.stack(resets))
             run.step(rewards, terminated, truncated)
 
-            # Learn from a full rollout
+            # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps - 1:
                 if args.anneal_lr:
                     learning_rate = linear_schedule(args.learning_rate, 0.0, iterations, iteration)

@@ -25,6 +25,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -161,7 +162,8 @@ class Run:
         self.global_step = self.updates = self.episodes = self.next_log = 0
         self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        learning_starts = getattr(args, "learning_starts", 0)
+        first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
+        learning_starts = getattr(args, "learning_starts", first_rollout)
         self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
         self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
         stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
@@ -182,6 +184,15 @@ class Run:
         versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
         self.about["versions"] = {"python": platform.python_version(), **versions}
         (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            try:
+                self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
+            except wandb.errors.Error as error:
+                shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -225,15 +236,7 @@ class Run:
         line |= {**self.means(), **losses, "learning_rate": learning_rate}
         self.files["metrics"].write(json.dumps(line) + "\n")
         if self.args.track:
-            import wandb
-
-            if wandb.run is None:
-                project = {"project": self.args.wandb_project, "entity": self.args.wandb_entity}
-                try:
-                    wandb.init(**project, name=self.folder.name, config=vars(self.args), dir=str(self.folder))
-                except wandb.errors.Error as error:
-                    fail("track", True, f"wandb can't start ({error})")
-            wandb.log(line, step=self.global_step)
+            self.tracked.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
 
@@ -292,8 +295,8 @@ def make_environment(env_id: str) -> gym.Env:
             return gym.make(env_id, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        is_unknown = isinstance(error, gym.error.UnregisteredEnv)
-        problem = f"no such environment; nearest names: {nearest}" if is_unknown else "this environment can't be made"
+        is_known = env_id in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
@@ -317,7 +320,7 @@ def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
 
 # ---- Networks ----
 def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
-    """The layer with orthogonal weights, scaled by `gain`, and no bias."""
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -388,7 +391,8 @@ class FlatModule:
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        self.places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+        parts = ((part._parameters, name) for part in module.modules() for name in part._parameters)
+        self.places = [(owner, name) for owner, name in parts if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -477,7 +481,7 @@ class CompiledPPOAgent:
         self.losses = {name: torch.zeros((), device=device) for name in names}
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the actions, and the value; [B, observation_dim] -> [B, actions], [B]."""
+        """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
         return self.module(network, observation)
 
     def act(self, observation: np.ndarray) -> np.ndarray:
@@ -572,7 +576,7 @@ def main(args: Args) -> None:
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            options |= {"cpp.use_decompose_tanh": True}  # made of exponentials: faster, and right to 1e-7
+            options |= {"cpp.use_decompose_tanh": True}  # made of exponentials: faster, absolutely right to 1e-7
             prepare = torch.compile(prepare, fullgraph=True, options=options.copy())  # it pops the filter
             update = torch.compile(update, fullgraph=True, options=options)
         if args.cudagraphs:
@@ -583,7 +587,7 @@ def main(args: Args) -> None:
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        iterations, learning_rate = args.total_timesteps // (args.num_envs * args.num_steps), args.learning_rate
+        iterations, learning_rate = -(-args.total_timesteps // args.num_envs) // args.num_steps, args.learning_rate
         while run.global_step < args.total_timesteps:
             # Act
             iteration, t = divmod(run.global_step // args.num_envs, args.num_steps)
@@ -598,7 +602,7 @@ def main(args: Args) -> None:
             rollout["reward"][t], rollout["terminated"][t], rollout["truncated"][t] = rewards, terminated, truncated
             run.step(rewards, terminated, truncated)
 
-            # Learn from a full rollout
+            # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps - 1:
                 if args.anneal_lr:
                     learning_rate = linear_schedule(args.learning_rate, 0.0, iterations, iteration)

@@ -62,11 +62,11 @@ def flat(module):
     return torch.cat([(p.mT if p.ndim == 2 else p).detach().flatten() for p in module.parameters()])
 
 
-def compile_as_main_does(step):
+def compile_as_main_does(step, **more):
     torch.compiler.reset()
     options = {"fallback_random": True, "cpp_wrapper": True, "cpp.vec_isa_ok": True, "size_asserts": False}
     options["guard_filter_fn"] = lambda guards: ["_due" in guard.name for guard in guards]
-    return torch.compile(step, fullgraph=True, options=options)
+    return torch.compile(step, fullgraph=True, options=options | more)
 
 
 def assert_same(ours, theirs):

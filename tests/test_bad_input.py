@@ -2,7 +2,10 @@
 
 import dataclasses
 import importlib
+import importlib.machinery
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,9 +137,9 @@ def test_not_a_number_and_not_a_flag(refused, script):
         ("CartPole-v7", "CartPole-v1"),
         ("hopper-v4", "Hopper-v4"),
         ("Unimportable-v0", "this environment can't be made (No module named 'no_such_module'"),
-        ("no_such_module:Environment-v0", ""),
-        ("no such environment", ""),
-        ("", ""),
+        ("no_such_module:Environment-v0", "no such environment; nearest names: "),
+        ("HalfCheetah v4", "no such environment; nearest names: HalfCheetah-v4"),
+        ("", "no such environment; nearest names: none"),
     ],
 )
 def test_unknown_environment(refused, script, env_id, nearest):
@@ -171,6 +174,20 @@ def test_track_without_wandb(refused, monkeypatch, script):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find_spec(name, *a))
     err = refused(script, "--track")
     assert "--track True: needs the wandb package" in err and "pip install wandb" in err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_track_without_an_account(refused, monkeypatch, script):
+    class Error(Exception):
+        pass
+
+    def init(**kwargs):
+        raise Error("No API key\nconfigured")
+
+    spec, errors = importlib.machinery.ModuleSpec("wandb", None), SimpleNamespace(Error=Error)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=spec, init=init, errors=errors))
+    err = refused(script, "--env-id", f"Counter{environments.kind_of(script)}-v0", "--track", "--output-dir", ".")
+    assert err == "error: --track True: wandb can't start (No API key configured)\n"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -59,7 +59,7 @@ def test_episodes_before_learning_are_the_same(runs):
 
 
 def test_losses_agree(runs):
-    """To 5 % (and 0.05) at step 200, after 10 to 100 updates: all draw the same numbers."""
+    """To 5 % (and 0.05) at step 200, after 10 to 200 updates: all draw the same numbers."""
     lines = {name: next(line for line in run.metrics if line["global_step"] == 200) for name, run in runs[1].items()}
     losses = [key for key in lines["eager"] if key.endswith("loss")]
     assert losses
@@ -170,3 +170,42 @@ def test_two_observations_give_two_actions_from_a_captured_policy(script):
     mean_action(0.0)
     difference = mean_action(-10.0) - mean_action(10.0)
     assert difference.abs().max() > 0.2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@pytest.mark.parametrize("script", ON_POLICY)
+@torch.no_grad()
+def test_replays_of_ppo_see_new_rollouts_minibatches_and_learning_rates(script, compiled):
+    from tensordict.nn import CudaGraphModule
+
+    module, device = importlib.import_module(script), torch.device("cuda")
+    is_continuous = "continuous" in script
+    env = gym.make("ToyContinuous-v0" if is_continuous else "ToyDiscrete-v0", disable_env_checker=True)
+    args = module.Args(num_envs=2, num_steps=8, num_minibatches=2, update_epochs=3)
+    make = module.CompiledContinuousPPOAgent if is_continuous else module.CompiledPPOAgent
+    agent = make(args, env, device)
+    prepare, update = (
+        CudaGraphModule(torch.compile(f, fullgraph=True) if compiled else f, warmup=3)
+        for f in (agent.prepare, agent.update)
+    )
+    for f in (prepare, update):
+        for _ in range(5):
+            f()
+    orders, advantages = [], []
+    for n in range(5):
+        agent.rollout.arrays["reward"][:] = np.arange(16).reshape(8, 2) * n
+        agent.rollout.upload()
+        prepare()
+        orders.append(agent.order.clone())
+        advantages.append(agent.batch["advantage"].clone())
+        for epoch in agent.order.view(3, 16):
+            assert sorted(epoch.tolist()) == list(range(16))
+    assert len(torch.stack(orders).unique(dim=0)) == len(torch.stack(advantages).unique(dim=0)) == 5
+
+    agent.optimizer.lr.fill_(0)
+    before = agent.network.clone()
+    update()
+    assert torch.equal(agent.network, before)
+    agent.optimizer.lr.fill_(1e-3)
+    update()
+    assert (agent.network - before).abs().max() > 1e-4

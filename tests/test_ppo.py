@@ -9,7 +9,7 @@ import torch
 from gymnasium.wrappers.utils import RunningMeanStd
 
 import probes
-from agents import CPU, assert_same, compile_as_main_does, flat
+from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat
 from ppo_continuous_action import RunningMoments
 from ppo_torchcompile import discounted_sums
 
@@ -148,7 +148,9 @@ def test_an_update_phase_is_the_same_in_both_versions(algorithm, is_compiled, ar
     """Epoch for epoch, approximate KL included: so `target_kl` ends it after the same one."""
     eager, compiled = pair(algorithm, learning_rate=1e-3, ent_coef=0.01, **arguments)
     prepare(eager, compiled)
-    update = compile_as_main_does(compiled.update) if is_compiled else compiled.update
+    assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
+    options = {"cpp.use_decompose_tanh": True}
+    update = compile_as_main_does(compiled.update, **options) if is_compiled else compiled.update
     kl = []
     for epoch in compiled.order.clone().view(4, 3, -1):
         assert sorted(epoch.flatten().tolist()) == list(range(48))  # each transition once
@@ -216,6 +218,20 @@ def test_target_kl_ends_an_update_phase_after_its_epoch(launch, script):
     for target_kl, epochs in ((1e-9, 1), (1e9, 4)):
         run = launch(script, *flags, "--update-epochs", 4, "--learning-rate", 0.01, "--target-kl", target_kl)
         assert run.summary["updates"] == 5 * 5 * epochs  # rollouts, minibatches, epochs
+
+
+@pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
+def test_separate_memory_of_host_and_device_makes_the_same_run(launch, monkeypatch, script):
+    flags = ["--num-steps", 10, "--num-envs", 2, "--total-timesteps", 200, "--num-minibatches", 2]
+    flags += ["--learning-rate", 0.01]
+    first = launch(script, *flags)
+    monkeypatch.setattr(importlib.import_module(script), "mirrored", as_on_a_gpu)
+    second = launch(script, *flags)
+    assert first.episodes == second.episodes and len(first.episodes) > 10
+    last = [[line[name] for name in line if "loss" in name] for line in (first.metrics[-1], second.metrics[-1])]
+    assert last[0] == last[1] and len(last[0]) == 2
+    frozen = launch(script, *flags, "--learning-rate", 1e-30)
+    assert frozen.episodes != first.episodes, "what is learned makes no difference to what is done"
 
 
 # ---- Normalisation ----
@@ -295,7 +311,9 @@ def test_probe(monkeypatch, tmp_path, script, probe):
         chance = policy[0].item() if is_continuous else policy[0].softmax(1)[0, 1].item()
         return chance, value.item() * scale
 
-    if probe == "ConstantReward" and not is_continuous:  # a constant return has no deviation to be scaled by
+    if probe == "ConstantReward" and is_continuous:  # a constant return has no deviation: rewards are clipped to 10
+        assert (agent.rollout.arrays["reward"] == 10).all()
+    elif probe == "ConstantReward":
         assert known(0)[1] == pytest.approx(1, abs=0.1)
     if probe == "DelayedReward":
         assert known(1)[1] == pytest.approx(1, abs=0.1)

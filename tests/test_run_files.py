@@ -52,12 +52,16 @@ def small(script, learning_starts=150):
     return ["--total-timesteps", 300, "--measure-burnin", 20, *sizes]
 
 
+def rollouts_of(config):
+    """Full ones; a step is one of every environment."""
+    return -(-config["total_timesteps"] // config["num_envs"]) // config["num_steps"]
+
+
 def expected_updates(script, config):
     """Counted step by step, as the design says it, from what the run's config.json holds."""
     num_envs = config["num_envs"]
     if algorithm_of(script) in ON_POLICY:
-        rollouts = -(-config["total_timesteps"] // num_envs) // config["num_steps"]
-        return rollouts * config["update_epochs"] * config["num_minibatches"]
+        return rollouts_of(config) * config["update_epochs"] * config["num_minibatches"]
     starts, updates = config["learning_starts"], 0
     for step in range(0, config["total_timesteps"], num_envs):  # steps taken before this one of every environment
         if script.startswith("dqn"):
@@ -74,7 +78,7 @@ def expected_learning_rate(config, step):
     if not config.get("anneal_lr"):
         return rate
     size = config["num_envs"] * config["num_steps"]
-    return pytest.approx(rate * (1 - max(step // size - 1, 0) / (config["total_timesteps"] // size)))
+    return pytest.approx(rate * (1 - max(step // size - 1, 0) / rollouts_of(config)))
 
 
 def assert_recorded(script, run):
@@ -112,7 +116,8 @@ def assert_recorded(script, run):
     assert summary["env_id"] == config["env_id"] and summary["seed"] == config["seed"]
     assert summary["global_step"] == steps and summary["episodes"] == len(run.episodes)
     assert summary["updates"] == expected_updates(script, config) > 0
-    opens = config.get("learning_starts", 0)
+    first_rollout = min(num_envs * config.get("num_steps", 0), config["total_timesteps"] // 2)
+    opens = config.get("learning_starts", first_rollout)
     opens += min(config["measure_burnin"], (config["total_timesteps"] - opens) // 2)
     assert summary["fps_window"] == [max(num_envs, -(-opens // num_envs) * num_envs), steps]
     assert summary["fps"] > 0 and summary["wall_seconds"] > 0 and summary["warmup_seconds"] == 0
@@ -211,6 +216,16 @@ FLAGS = {  # every flag that the runs above leave where it is, in another positi
     "ppo": [
         ["--no-anneal-lr", "--no-norm-adv", "--no-clip-vloss", "--no-torch-deterministic", "--gamma", 0],
         ["--num-steps", 1, "--num-envs", 8, "--update-epochs", 1, "--num-minibatches", 1, "--gae-lambda", 0],
+        [
+            "--num-steps",
+            5,
+            "--num-minibatches",
+            5,
+            "--num-envs",
+            8,
+            "--total-timesteps",
+            199,
+        ],  # its last step overshoots
         ["--num-steps", 7, "--num-minibatches", 7, "--ent-coef", 0, "--vf-coef", 0, "--measure-burnin", 0],
         ["--clip-coef", 0.1, "--max-grad-norm", 10, "--learning-rate", 1e-3, "--target-kl", 1000, "--gae-lambda", 1],
     ],
@@ -236,32 +251,14 @@ def test_flags_in_their_other_position(launch, script, flags):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_wandb_gets_every_line(launch, monkeypatch, script):
     calls = SimpleNamespace(init=[], log=[])
-    wandb = SimpleNamespace(
-        __spec__=importlib.machinery.ModuleSpec("wandb", None),
-        run=None,
-        init=lambda **kwargs: calls.init.append(kwargs) or setattr(wandb, "run", kwargs["name"]),
-        log=lambda line, step: calls.log.append((step, line)),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tracked = SimpleNamespace(log=lambda line, step: calls.log.append((step, line)))
+    init = lambda **kwargs: calls.init.append(kwargs) or tracked  # noqa: E731
+    spec = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=spec, init=init))
     run = launch(script, *small(script), "--track", "--wandb-project", "p", "--wandb-entity", "e")
     (init,) = calls.init
     assert init["project"] == "p" and init["entity"] == "e" and init["config"]["total_timesteps"] == 300
     assert calls.log == [(line["global_step"], line) for line in run.metrics]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_wandb_without_an_account(launch, monkeypatch, script):
-    class Error(Exception):
-        pass
-
-    def init(**kwargs):
-        raise Error("No API key\nconfigured")
-
-    spec, errors = importlib.machinery.ModuleSpec("wandb", None), SimpleNamespace(Error=Error)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=spec, run=None, init=init, errors=errors))
-    run = launch(script, *small(script), "--track", raises=SystemExit)
-    assert run.error.code == 2 and run.summary["status"] == "failed"
-    assert run.err == "error: --track True: wandb can't start (No API key configured)\n"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
