@@ -512,7 +512,7 @@ class FlatModule:
         return output
 
     def put(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Makes these the module's; `functional_call` gives Dynamo twice as much to trace."""
+        """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
             owner[name] = parameter
 

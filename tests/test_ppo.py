@@ -11,7 +11,7 @@ from gymnasium.wrappers.utils import RunningMeanStd
 import probes
 from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat
 from ppo_continuous_action import RunningMoments
-from ppo_torchcompile import discounted_sums
+from ppo_torchcompile import FlatModule, discounted_sums
 
 CLASSES = {
     "ppo": "PPOAgent",
@@ -218,6 +218,39 @@ def test_target_kl_ends_an_update_phase_after_its_epoch(launch, script):
     for target_kl, epochs in ((1e-9, 1), (1e9, 4)):
         run = launch(script, *flags, "--update-epochs", 4, "--learning-rate", 0.01, "--target-kl", target_kl)
         assert run.summary["updates"] == 5 * 5 * epochs  # rollouts, minibatches, epochs
+
+
+@each_script
+def test_target_kl_is_compared_after_each_epoch_with_its_last_minibatch(launch, monkeypatch, script):
+    """The last minibatch of epoch n is made to report n / 100, those before it far more."""
+    agent_class, made = getattr(importlib.import_module(script), CLASSES[script]), []
+    prepare = agent_class.prepare
+
+    def forgetting_prepare(agent):
+        made.clear()
+        prepare(agent)
+
+    def update(agent, *_):
+        made.append(None)
+        epoch, minibatch = divmod(len(made) - 1, 5)
+        agent.losses["approx_kl"] = torch.tensor((epoch + 1) / 100 if minibatch == 4 else 1.0)
+
+    monkeypatch.setattr(agent_class, "prepare", forgetting_prepare)
+    monkeypatch.setattr(agent_class, "update", update)
+    flags = ["--num-steps", 10, "--num-envs", 2, "--total-timesteps", 60, "--num-minibatches", 5, "--update-epochs", 4]
+    assert launch(script, *flags, "--target-kl", 0.015).summary["updates"] == 3 * 5 * 2  # rollouts, minibatches, epochs
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_flat_module_is_the_module(bias):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=bias), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    flat_module, own = FlatModule(module), list(module.parameters())
+    inputs = torch.randn(5, 3)
+    with torch.no_grad():
+        parameters = flat_module.flatten()
+        torch.testing.assert_close(flat_module(parameters, inputs), module(inputs))
+        assert not torch.allclose(flat_module(parameters + 1, inputs), module(inputs))
+    assert all(ours is theirs for ours, theirs in zip(own, module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
