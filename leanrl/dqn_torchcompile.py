@@ -202,17 +202,24 @@ class Run:
         self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
         return self
 
-    def step(self, rewards: Sequence[float], terminated: Sequence[bool], truncated: Sequence[bool]) -> None:
-        """Counts one step of every environment and writes down the episodes that it ends; each of length `num_envs`."""
+    def step(
+        self,
+        rewards: Sequence[float],
+        terminated: Sequence[bool],
+        truncated: Sequence[bool],
+        env_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
-        for i, reward in enumerate(rewards):
+        env_ids = range(len(rewards)) if env_ids is None else env_ids
+        for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             self.returns[i] += float(reward)
             self.lengths[i] += 1
-            if terminated[i] or truncated[i]:
+            if is_terminated or is_truncated:
                 total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
                 finite = math.isfinite(total)  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
-                self.files["episodes"].write(json.dumps(line | {"terminated": bool(terminated[i])}) + "\n")
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
                 self.recent.extend([(total, length)] if finite else [])
                 self.episodes += 1
 
