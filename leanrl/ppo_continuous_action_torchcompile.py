@@ -327,7 +327,7 @@ def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
 
 
 # ---- Networks ----
-def orthogonal(layer: nn.Linear, gain: float) -> nn.Linear:
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
     """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -388,9 +388,9 @@ class RunningMoments:
 
 
 # ---- Host and device ----
-def mirrored(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, pin_memory=device.type == "cuda")
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
     return host, host.to(device)
 
 

@@ -365,9 +365,9 @@ def squashed_gaussian(
 
 
 # ---- Host and device ----
-def mirrored(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, pin_memory=device.type == "cuda")
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
     return host, host.to(device)
 
 

@@ -1,0 +1,660 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "envpool>=1.2.5,<1.3", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16"]
+# ///
+"""Proximal policy optimisation, PPO, for Atari games (Schulman et al. 2017, https://arxiv.org/abs/1707.06347).
+
+An on-policy method: the policy collects a rollout, generalised advantages say which actions were better than the critic
+had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
+This is `ppo_atari_envpool.py` at full speed: graphs act and update, and half of the games emulate meanwhile.
+
+    python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1 --compile --cudagraphs
+
+Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. Our own are in the README.
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+"""
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import envpool
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch.func import grad_and_value
+from tqdm import tqdm
+
+FRAMES = (4, 84, 84)  # the last four images, of bytes
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of every random number: environments, networks, exploration, replay"""
+    env_id: str = "Breakout-v5"
+    """Gymnasium id of the environment"""
+    total_timesteps: int = 10_000_000
+    """length of the run, in environment steps summed over all environments"""
+    num_envs: int = 8
+    """number of environments stepped side by side"""
+    cuda: bool = True
+    """train on CUDA where there is a device, else on the CPU"""
+    torch_deterministic: bool = True
+    """have cuDNN and cuBLAS use repeatable kernels"""
+    track: bool = False
+    """send the metrics to Weights & Biases as well (needs the wandb package)"""
+    wandb_project: str = "leanrl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; your default one if not given"""
+    output_dir: str = "runs"
+    """folder in which the run's own folder is made"""
+    measure_burnin: int = 100
+    """environment steps after learning has started before fps is measured"""
+
+    num_steps: int = 128
+    """steps of each environment in a rollout"""
+    gamma: float = 0.99
+    """discount factor, per step"""
+    gae_lambda: float = 0.95
+    """λ of the generalised advantage estimates"""
+    learning_rate: float = 2.5e-4
+    """learning rate of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0 over the run"""
+    num_minibatches: int = 4
+    """minibatches into which an epoch divides a rollout"""
+    update_epochs: int = 4
+    """times that each transition of a rollout is used"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.1
+    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    clip_vloss: bool = True
+    """clip the change of the value, too"""
+    ent_coef: float = 0.01
+    """weight of the entropy in the loss"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """norm to which longer gradients are cut"""
+    target_kl: float | None = None
+    """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
+
+    compile: bool = False
+    """compile the steps with torch.compile"""
+    cudagraphs: bool = False
+    """capture the steps in CUDA graphs"""
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    counts += " num_steps num_minibatches update_epochs"
+    tiny, huge = sys.float_info.min, sys.float_info.max
+    for names, allowed, low, high in (
+        (counts, "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
+        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
+        ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
+        ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+    ):
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not low <= value <= high:
+                fail(name, value, allowed)
+    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
+        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
+        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
+    if hasattr(args, "num_steps"):
+        size = args.num_envs * args.num_steps
+        if size > args.total_timesteps:
+            fail("total_timesteps", args.total_timesteps, f"must be at least a rollout, num_envs * num_steps = {size}")
+        if size % args.num_minibatches or size < 2 * args.num_minibatches:
+            fail("num_minibatches", args.num_minibatches, f"must divide a rollout of {size} into minibatches above 1")
+    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
+        fail("cudagraphs", True, "needs a CUDA device and --cuda")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("track", True, "needs the wandb package: pip install wandb")
+
+
+class Run:
+    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started.
+    """
+
+    def __init__(self, args: Args, device: torch.device):
+        self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
+        self.global_step = self.updates = self.episodes = self.next_log = 0
+        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
+        learning_starts = getattr(args, "learning_starts", first_rollout)
+        self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
+        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
+        try:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            while True:
+                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+                with contextlib.suppress(FileExistsError):  # another run began within this second
+                    self.folder.mkdir()
+                    break
+                time.sleep(0.1)
+        except OSError as error:
+            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
+        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
+        self.about["versions"] = {"python": platform.python_version(), **versions}
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            try:
+                self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
+            except wandb.errors.Error as error:
+                shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
+        self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+
+    def __enter__(self):
+        def interrupt(number, _frame):
+            for signal_number in self.handlers:
+                signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
+            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+
+        self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
+        return self
+
+    def step(
+        self,
+        rewards: Sequence[float],
+        terminated: Sequence[bool],
+        truncated: Sequence[bool],
+        env_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
+        self.global_step += len(rewards)
+        env_ids = range(len(rewards)) if env_ids is None else env_ids
+        for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
+            self.returns[i] += float(reward)
+            self.lengths[i] += 1
+            if is_terminated or is_truncated:
+                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
+                finite = math.isfinite(total)  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.recent.extend([(total, length)] if finite else [])
+                self.episodes += 1
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
+        if self.window is None and self.global_step >= self.window_opens:
+            self.window = (self.global_step, self.now())
+        if self.global_step < min(self.next_log, self.args.total_timesteps):
+            return
+        self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        losses = {name: float(loss) for name, loss in losses.items()}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {**self.means(), **losses, "learning_rate": learning_rate}
+        self.files["metrics"].write(json.dumps(line) + "\n")
+        if self.args.track:
+            self.tracked.log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
+        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)
+        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
+        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
+        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
+        summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        for file in (*self.files.values(), self.bar):
+            file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if status == "interrupted":
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+        if kind is FloatingPointError:
+            sys.exit(f"error: {error}")
+
+
+# ---- Environments ----
+def make_pool(env_id: str, seeds: Sequence[int]):
+    """EnvPool's emulators of an Atari game, one a seed; ends the program with exit status 2 if it has no such game.
+
+    To the agent each life is an episode, and rewards are cut to their sign; `info` has the game's own ends and rewards.
+    """
+    options = {"env_seed": list(seeds), "full_action_space": False, "episodic_life": True, "reward_clip": True}
+    try:
+        return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
+    except (AssertionError, TypeError):  # unknown to EnvPool; no Atari game, which takes other options
+        nearest = ", ".join(difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.4)) or "none"
+        fail("env_id", env_id, f"must be an Atari game of EnvPool's, as Pong-v5; nearest names: {nearest}")
+
+
+class Emulators:
+    """Games side by side, from number `first` on. A step after an episode's end only resets: it is not valid."""
+
+    def __init__(self, env_id: str, seeds: Sequence[int], first: int):
+        self.pool, self.numbers = make_pool(env_id, seeds), slice(first, first + len(seeds))
+        self.observation, _ = self.pool.reset()
+        self.valid = np.ones(len(seeds), bool)
+
+    def receive(self, rollout: Mapping[str, np.ndarray], t: int, run: Run) -> None:
+        """Waits for the step whose actions were sent, and enters it in row `t` of the rollout; arrays of [T, N]."""
+        self.observation, rewards, terminated, truncated, info = self.pool.recv()
+        step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
+        for name, values in step.items():
+            rollout[name][t, self.numbers] = values
+        numbers = np.arange(self.numbers.start, self.numbers.stop)
+        game = (info["reward"], info["terminated"], truncated, numbers)
+        run.step(*(values[self.valid].tolist() for values in game))
+        self.valid = ~(terminated | truncated)
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class AtariActorCritic(nn.Module):
+    """Logits of the actions and the value of the state (network of Mnih et al. 2015); [B, 4, 84, 84] -> [B, A], [B]."""
+
+    def __init__(self, actions: int):
+        super().__init__()
+        gain = math.sqrt(2)
+        self.trunk = nn.Sequential(
+            orthogonal(nn.Conv2d(4, 32, 8, stride=4), gain),
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(32, 64, 4, stride=2), gain),
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(64, 64, 3), gain),
+            nn.ReLU(),
+            nn.Flatten(),
+            orthogonal(nn.Linear(64 * 7 * 7, 512), gain),
+            nn.ReLU(),
+        )
+        self.actor, self.critic = orthogonal(nn.Linear(512, actions), 0.01), orthogonal(nn.Linear(512, 1), 1.0)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(observation / 255.0)
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Rollout ----
+class Rollout:
+    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
+
+    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
+        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
+        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
+        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
+
+    def upload(self) -> None:
+        """Sends the arrays to the device."""
+        for host, tensor in self.pairs.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
+# ---- Flat parameters ----
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
+
+    Matrices lie transposed in it, as the backward pass yields their gradients.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        parts = ((part._parameters, name) for part in module.modules() for name in part._parameters)
+        self.places = [(owner, name) for owner, name in parts if owner[name] is not None]
+
+    def flatten(self) -> torch.Tensor:
+        """The module's own parameters, joined; [P]."""
+        return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `flat`, [P], with the names and shapes of the module's parameters."""
+        parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
+        return {name: x.view(shape[::-1]).mT if len(shape) == 2 else x.view(shape) for (name, shape), x in parts}
+
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        own = [owner[name] for owner, name in self.places]
+        self.put(self.split(flat).values())
+        output = self.module(*inputs)
+        self.put(own)
+        return output
+
+    def put(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
+        for (owner, name), parameter in zip(self.places, parameters, strict=True):
+            owner[name] = parameter
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, parameters: torch.Tensor, lr: float, eps: float = 1e-8):
+        self.parameters, self.lr, self.eps = parameters, torch.tensor(lr, device=parameters.device), eps
+        self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
+        self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
+        self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+
+
+# ---- Compilation and capture ----
+def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
+    tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+    started, saved = run.now(), [tensor.clone() for tensor in tensors]
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        for step in [step for step in steps for _ in range(4)]:
+            step()
+    for tensor, value in zip(tensors, saved, strict=True):
+        tensor.copy_(value)
+    run.warmup_seconds = run.now() - started
+
+
+# ---- Agent ----
+class CompiledAtariPPOAgent:
+    """The network, its optimiser, and the update on it.
+
+    The steps that `main` compiles and captures (`choose`, `prepare` and `update`) take no tensor and return none: they
+    work on tensors of fixed address, so that a captured graph is replayed without copies. The rollout's observations
+    are kept with the channels last, as convolutions are fastest. A call of `choose` acts for one group of the
+    environments, of `group_size`.
+    """
+
+    def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
+        self.args, self.device = args, device
+        names = ("reward", "terminated", "truncated", "valid")
+        self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
+        self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
+        self.host_action, self.action = mirrored(group_size, device=device)
+        self.module = FlatModule(AtariActorCritic(actions))
+        self.network = self.module.flatten().to(device)
+        self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
+        size, (channels, *image) = args.num_steps * args.num_envs, FRAMES
+        names = ("action", "log_prob", "value", "advantage", "return")
+        self.batch = {name: torch.zeros(size, device=device) for name in names}
+        self.batch["observation"] = torch.zeros(size, *image, channels, dtype=torch.uint8, device=device)
+        self.batch["valid"] = self.rollout.tensors["valid"].flatten()
+        minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
+        self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
+        self.group, self.row = torch.arange(group_size, device=device), torch.zeros(1, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the actions, and the value; [B, 4, 84, 84] -> [B, actions], [B]."""
+        return self.module(network, observation)
+
+    def see(self, numbers: slice, observation: np.ndarray) -> None:
+        """Sends the newest observations of the environments of these numbers to the device; [group_size, 4, 84, 84]."""
+        self.host_observation[numbers].numpy()[:] = observation
+        self.observation[numbers].copy_(self.host_observation[numbers], non_blocking=True)
+
+    def act(self, numbers: slice, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions of the group whose turn it is; [group_size, 4, 84, 84] -> [group_size]."""
+        self.see(numbers, observation)
+        self.choose()
+        self.host_action.copy_(self.action, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return self.host_action.numpy()
+
+    def choose(self) -> None:
+        """Acts for the next group, and enters what it saw and did in the rollout, in which the groups take turns."""
+        rows = (self.row + self.group) % len(self.batch["action"])
+        self.row.add_(len(self.group))
+        observation = self.observation[rows % self.args.num_envs].contiguous(memory_format=torch.channels_last)
+        logits, value = self.policy_and_value(self.network, observation)
+        log_probs = F.log_softmax(logits, -1)
+        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
+        log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
+        chosen = {"action": action.float(), "log_prob": log_prob, "value": value}
+        for name, tensor in (chosen | {"observation": observation.permute(0, 2, 3, 1)}).items():
+            self.batch[name][rows] = tensor
+        self.action.copy_(action)
+
+    def prepare(self) -> None:
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and draws the minibatches.
+
+        Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
+        in the row that only resets. A terminated one's is not used.
+        """
+        args, rollout = self.args, self.rollout.tensors
+        observation = self.observation.contiguous(memory_format=torch.channels_last)
+        _, last_value = self.policy_and_value(self.network, observation)
+        value = self.batch["value"].view(args.num_steps, args.num_envs)
+        next_value = torch.cat([value[1:], last_value[None]])
+        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * goes_on)
+        for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
+            self.batch[name].copy_(estimate.flatten())
+        order = torch.rand(args.update_epochs, args.num_steps * args.num_envs, device=self.device).argsort(1)
+        self.order.copy_(order.view(self.order.shape))
+        self.turn.zero_()
+        self.row.zero_()
+
+    def evaluate(
+        self, network, observation: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [B, 4, 84, 84], [B] -> three of [B]."""
+        logits, value = self.policy_and_value(network, observation)
+        log_probs = F.log_softmax(logits, -1)
+        log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
+        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
+
+    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""
+        args, valid = self.args, batch["valid"] > 0
+        names = ("advantage", "return", "log_prob", "value")
+        advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
+        count = valid.sum().clamp(min=1)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(valid, values, 0).sum() / count
+
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - old_log_prob
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = advantage - mean(advantage)
+            variance = mean(advantage.square()) * count / (count - 1).clamp(min=1)
+            advantage = advantage / (variance.sqrt() + 1e-8)
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        policy_loss = -mean(torch.minimum(ratio * advantage, clipped_ratio * advantage))
+        squared_error = (value - returns).square()
+        if args.clip_vloss:
+            clipped_value = old_value + (value - old_value).clamp(-args.clip_coef, args.clip_coef)
+            squared_error = torch.maximum(squared_error, (clipped_value - returns).square())
+        value_loss, entropy = 0.5 * mean(squared_error), mean(entropy)
+        approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        clip_fraction = mean(((ratio - 1).abs() > args.clip_coef).float())
+        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
+        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
+
+    def update(self) -> None:
+        """One step of the optimiser on the next minibatch."""
+        rows = self.order.index_select(0, self.turn).squeeze(0)
+        self.turn.copy_((self.turn + 1) % len(self.order))
+        batch = {name: tensor[rows] for name, tensor in self.batch.items()}
+        batch["observation"] = batch["observation"].permute(0, 3, 1, 2)
+        gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
+        self.optimizer.step(gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor)
+
+
+@torch.no_grad()
+def main(args: Args) -> None:
+    check_args(args)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    seeds = (np.random.SeedSequence(args.seed).generate_state(args.num_envs) // 2).tolist()  # below 2**31
+    size = args.num_envs // 2 if args.num_envs % 2 == 0 else args.num_envs  # while one half emulates, the other acts
+    groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    agent = CompiledAtariPPOAgent(args, int(groups[0].pool.action_space.n), size, device)
+    print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
+
+    with Run(args, device) as run:
+        # Compilation and capture: a full graph to act, to prepare a rollout, and for an update
+        choose, prepare, update = agent.choose, agent.prepare, agent.update
+        if args.compile:
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
+            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
+            torch.compiler.reset()
+            options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
+            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
+            prepare = torch.compile(prepare, fullgraph=True, options=options.copy())
+            update = torch.compile(update, fullgraph=True, options=options)
+        if args.cudagraphs:
+            choose, prepare, update = (CudaGraphModule(step, warmup=3) for step in (choose, prepare, update))
+        agent.choose = choose
+        if args.compile or args.cudagraphs:
+            warm_up([choose, prepare, update], agent, run)
+
+        t, learning_rate = 0, args.learning_rate
+        while run.global_step < args.total_timesteps:
+            # Act
+            if t == 0 and args.anneal_lr:
+                learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
+            for games in groups:
+                # Step and store
+                if t > 0:
+                    games.receive(agent.rollout.arrays, t - 1, run)
+                games.pool.send(agent.act(games.numbers, games.observation))
+            t += 1
+
+            # Learn from a full rollout (the last one may not get full)
+            if t == args.num_steps:
+                for games in groups:
+                    games.receive(agent.rollout.arrays, t - 1, run)
+                    agent.see(games.numbers, games.observation)
+                agent.optimizer.lr.fill_(learning_rate)
+                agent.rollout.upload()
+                prepare()
+                for _ in range(args.update_epochs):
+                    for _ in range(args.num_minibatches):
+                        update()
+                        run.updates += 1
+                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
+                        break
+                t = 0
+            run.log(agent.losses if run.updates else {}, learning_rate)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
