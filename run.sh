@@ -70,6 +70,7 @@ python_version() { "$1" -c 'import sys; print("python%d.%d" % sys.version_info[:
 # What the stamp of a complete install says: the Python version and a hash of each file that decides what is installed.
 stamp_text() {
     local files=("$requirements/constraints.txt" "$requirements/requirements.txt")
+    [[ $1 == core ]] || files+=("$requirements/requirements-envpool.txt")
     [[ $1 == dev ]] && files+=("$requirements/requirements-dev.txt")
     python_version "${PYTHON:-$venv/bin/python}"
     local file
@@ -110,7 +111,8 @@ make_venv() {
     fi
 }
 
-# Makes .venv hold the requirements of $1 (core or dev) completely; calls pip only if it does not hold them yet.
+# Makes .venv hold the requirements of $1 completely (core; envpool, with core; dev, with both); calls pip only if it
+# does not hold them yet.
 install() {
     is_installed "$1" && return
     # The lock lives as long as this subshell and the pip that it starts: also when this shell is killed, the next
@@ -130,19 +132,20 @@ install_locked() {
     note "setting up .venv ($(python_version "$python"), $kind requirements); the first time takes some minutes"
     is_sound || make_venv "$python"
     touch -- "$venv/.installing"
-    # Adding the dev requirements leaves a complete core as it is, so the scripts stay usable even if that fails.
+    # Adding requirements leaves a complete core as it is, so its scripts stay usable even if that fails.
     is_installed core || rm -f -- "$venv"/.stamp-*
 
     pip=("$venv/bin/python" -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python "$venv/bin/python")
     file=$requirements/requirements.txt
-    [[ $kind == dev ]] && file=$requirements/requirements-dev.txt
+    [[ $kind == core ]] || file=$requirements/requirements-$kind.txt
     if ! "${pip[@]}" install -qq --no-input --disable-pip-version-check -r "$file" -c "$requirements/constraints.txt"; then
         note "the install broke off; the next ./run.sh takes it up again"
         exit 1
     fi
 
     stamp_text core >"$venv/.stamp-core"
+    [[ $kind == core ]] || stamp_text envpool >"$venv/.stamp-envpool"
     [[ $kind == dev ]] && stamp_text dev >"$venv/.stamp-dev"
     rm -f -- "$venv/.installing"
 }
@@ -158,6 +161,9 @@ script_name() {
         die "there is no script '$1'; the scripts are:$(scripts)"
     printf '%s\n' "$name"
 }
+
+# Prints which requirements the script $1 has.
+script_kind() { grep -q '^import envpool' "$root/leanrl/$1.py" && echo envpool || echo core; }
 
 # Prints the flags of the fastest variant that this machine can run. torch.compile builds C++ against Python's headers.
 variant_flags() {
@@ -192,7 +198,7 @@ case $command in
         [[ $# -gt 0 ]] || die "train needs a SCRIPT; the scripts are:$(scripts)"
         name=$(script_name "$1")
         shift
-        install core
+        install "$(script_kind "$name")"
         exec "$venv/bin/python" "$root/leanrl/$name.py" "$@"
         ;;
     test)

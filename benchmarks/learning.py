@@ -30,7 +30,7 @@ from speed import FLAGS, RESULTS, SCRIPTS, fail, stop, terminate_like_interrupt
 
 LEARNING = RESULTS / "learning"
 SAC, TD3, PPO = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "ppo_torchcompile"
-CONTINUOUS_PPO = "ppo_continuous_action_torchcompile"
+CONTINUOUS_PPO, ATARI_PPO = "ppo_continuous_action_torchcompile", "ppo_atari_envpool_torchcompile"
 PLAN = [
     {
         "script": "dqn_torchcompile",

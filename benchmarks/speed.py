@@ -75,6 +75,7 @@ WORKLOADS = {
     "dqn": Workload(1_000, cpu=100_000, cuda=40_000, captured=150_000),
     "ppo": Workload(None, cpu=60_000, cuda=40_000, captured=150_000),
     "ppo_continuous_action": Workload(None, cpu=20_480, cuda=20_480, captured=61_440),
+    "ppo_atari_envpool": Workload(None, cpu=8_192, cuda=40_960, captured=163_840),
 }
 
 # Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
@@ -99,14 +100,14 @@ print(json.dumps({"flop_per_second": round(2 * 256**3 / statistics.median(rest))
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo", "ppo_continuous_action")
+    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo", "ppo_continuous_action", "ppo_atari_envpool")
     """scripts to measure: names in leanrl/ without `_torchcompile` and `.py`, or the beginnings of such names"""
     variants: tuple[Variant, ...] = ()
     """variants to measure; by default all that the device can run"""
     repeats: int = 5
     """runs of each arm"""
     env_id: str | None = None
-    """Gymnasium id of the environment; each script's own default if not given"""
+    """id of the environment; each script's own default if not given"""
     num_envs: int | None = None
     """number of environments stepped side by side; each script's own default if not given"""
     steps: int | None = None

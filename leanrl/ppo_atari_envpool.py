@@ -50,7 +50,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """Gymnasium id of the environment"""
+    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
     total_timesteps: int = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 8
@@ -485,11 +485,9 @@ def main(args: Args) -> None:
     print(f"rollout: {agent.observations.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device) as run:
-        t, learning_rate = 0, args.learning_rate
+        t, first_step, learning_rate = 0, 0, args.learning_rate  # of the rollout
         while run.global_step < args.total_timesteps:
             # Act
-            if t == 0 and args.anneal_lr:
-                learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
             games.pool.send(agent.act(t, games.observation))
 
             # Step and store
@@ -498,7 +496,9 @@ def main(args: Args) -> None:
 
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps:
-                agent.optimizer.param_groups[0]["lr"] = learning_rate
+                if args.anneal_lr:
+                    learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, first_step)
+                    agent.optimizer.param_groups[0]["lr"] = learning_rate
                 agent.rollout.upload()
                 agent.prepare(games.observation)
                 for _ in range(args.update_epochs):
@@ -508,7 +508,7 @@ def main(args: Args) -> None:
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
-                t = 0
+                t, first_step = 0, run.global_step
             run.log(agent.losses, learning_rate)
 
 

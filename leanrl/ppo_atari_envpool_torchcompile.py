@@ -53,7 +53,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """Gymnasium id of the environment"""
+    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
     total_timesteps: int = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 8
@@ -626,11 +626,9 @@ def main(args: Args) -> None:
         if args.compile or args.cudagraphs:
             warm_up([choose, prepare, update], agent, run)
 
-        t, learning_rate = 0, args.learning_rate
+        t, first_step, learning_rate = 0, 0, args.learning_rate  # of the rollout
         while run.global_step < args.total_timesteps:
             # Act
-            if t == 0 and args.anneal_lr:
-                learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
             for games in groups:
                 # Step and store
                 if t > 0:
@@ -643,7 +641,9 @@ def main(args: Args) -> None:
                 for games in groups:
                     games.receive(agent.rollout.arrays, t - 1, run)
                     agent.see(games.numbers, games.observation)
-                agent.optimizer.lr.fill_(learning_rate)
+                if args.anneal_lr:
+                    learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, first_step)
+                    agent.optimizer.lr.fill_(learning_rate)
                 agent.rollout.upload()
                 prepare()
                 for _ in range(args.update_epochs):
@@ -652,7 +652,7 @@ def main(args: Args) -> None:
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
-                t = 0
+                t, first_step = 0, run.global_step
             run.log(agent.losses if run.updates else {}, learning_rate)
 
 

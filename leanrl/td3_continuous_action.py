@@ -51,7 +51,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """Gymnasium id of the environment"""
+    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 1

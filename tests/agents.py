@@ -121,9 +121,9 @@ def assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, 
     assert seen.count("alpha_loss") == (expected.count("actor_loss") if script.startswith("sac") else 0)
 
 
-def as_on_a_gpu(*shape, device):
+def as_on_a_gpu(*shape, device, dtype=torch.float32):
     """Instead of a script's `mirrored`: the host's tensor is another than the device's, also on a CPU."""
-    return torch.zeros(shape), torch.zeros(shape, device=device)
+    return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype, device=device)
 
 
 def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *more):

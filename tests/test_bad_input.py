@@ -16,8 +16,9 @@ import environments
 CONTINUOUS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"]
 CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
 DISCRETE = ["dqn", "dqn_torchcompile", "ppo", "ppo_torchcompile"]
-SCRIPTS = CONTINUOUS + DISCRETE
-ON_POLICY = [script for script in SCRIPTS if script.startswith("ppo")]
+SCRIPTS = CONTINUOUS + DISCRETE  # on Gymnasium's environments
+ALL = [*SCRIPTS, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
+ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
 AT_LEAST_1 = ("at least 1", [0, -1])
 POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])
@@ -58,6 +59,11 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
 }
 
 
+def taken_by(script):
+    """The id of an environment that the script can take."""
+    return "Pong-v5" if "atari" in script else f"Counter{environments.kind_of(script)}-v0"
+
+
 def flags_of(script):
     fields = dataclasses.fields(importlib.import_module(script).Args)
     return {field.name.replace("_", "-"): float if field.type == float | None else field.type for field in fields}
@@ -76,7 +82,7 @@ def refused(tmp_path, monkeypatch, capsys):
             module.main(tyro.cli(module.Args, args=[str(word) for word in argv]))
         out, err = capsys.readouterr()
         assert caught.value.code == 2
-        assert "Traceback" not in err and (out == "" or out.startswith("replay buffer: "))
+        assert "Traceback" not in err and (out == "" or out.startswith(("replay buffer: ", "rollout: ")))
         if lines:
             assert len(err.splitlines()) == lines and err.endswith("\n"), err
         assert sorted(tmp_path.rglob("*")) == before, "a run folder is left"
@@ -86,11 +92,11 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 def test_every_number_is_in_the_table():
-    numbers = {flag for script in SCRIPTS for flag, kind in flags_of(script).items() if kind in (int, float)}
+    numbers = {flag for script in ALL for flag, kind in flags_of(script).items() if kind in (int, float)}
     assert numbers == set(NUMBERS)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ALL)
 def test_numbers_out_of_range(refused, script):
     for flag in NUMBERS.keys() & flags_of(script).keys():
         allowed, values = NUMBERS[flag]
@@ -119,7 +125,7 @@ def test_numbers_that_do_not_fit_each_other(refused, script):
     assert "--buffer-size 3" in err and "at least --num-envs 4" in err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ALL)
 def test_not_a_number_and_not_a_flag(refused, script):
     """The command line's own errors are a few lines long."""
     for flag, value in (("--seed", "one"), ("--num-envs", "1.5"), ("--gamma", "high"), ("--cuda", "maybe")):
@@ -161,14 +167,14 @@ def test_spaces_that_the_algorithm_cannot_take(refused, script):
     assert f"--env-id {other}: its actions must be" in refused(script, "--env-id", other)
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.endswith("_torchcompile")])
+@pytest.mark.parametrize("script", [script for script in ALL if script.endswith("_torchcompile")])
 def test_cudagraphs_without_cuda(refused, monkeypatch, script):
     assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs", "--no-cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ALL)
 def test_track_without_wandb(refused, monkeypatch, script):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find_spec(name, *a))
@@ -176,7 +182,7 @@ def test_track_without_wandb(refused, monkeypatch, script):
     assert "--track True: needs the wandb package" in err and "pip install wandb" in err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ALL)
 def test_track_without_an_account(refused, monkeypatch, script):
     class Error(Exception):
         pass
@@ -186,14 +192,14 @@ def test_track_without_an_account(refused, monkeypatch, script):
 
     spec, errors = importlib.machinery.ModuleSpec("wandb", None), SimpleNamespace(Error=Error)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=spec, init=init, errors=errors))
-    err = refused(script, "--env-id", f"Counter{environments.kind_of(script)}-v0", "--track", "--output-dir", ".")
+    err = refused(script, "--env-id", taken_by(script), "--track", "--output-dir", ".")
     assert err == "error: --track True: wandb can't start (No API key configured)\n"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ALL)
 def test_output_dir_that_cannot_be_written_to(refused, tmp_path, script):
     (tmp_path / "file").write_text("in the way")
-    small = ["--env-id", f"Counter{environments.kind_of(script)}-v0"]
+    small = ["--env-id", taken_by(script)]
     small += [] if script in ON_POLICY else ["--buffer-size", "100"]
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for folder in ("file", "file/runs", "dangling", "x" * 300):

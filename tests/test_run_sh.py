@@ -49,6 +49,7 @@ class Copy:
         shutil.copy(ROOT / "run.sh", self.root)
         (self.root / "leanrl").mkdir()
         (self.root / "leanrl" / "dqn.py").write_text("")
+        (self.root / "leanrl" / "atari.py").write_text("import envpool\n")
         self.python = folder / "bin" / "python3"
         self.python.parent.mkdir()
         self.python.write_text(FAKE_PYTHON)
@@ -161,6 +162,23 @@ def test_setup_once_is_enough(copy):
     copy.run("test")
     copy.run("setup")
     assert copy.log() == []
+
+
+def test_an_atari_script_gets_envpool(copy):
+    copy.run("setup")
+    copy.log()
+    assert "envpool requirements" in copy.run("train", "atari")[1]
+    assert copy.log() == ["pip"]
+    for command in (["train", "atari"], ["train", "dqn"], ["setup"]):
+        copy.run(*command)
+    assert copy.log() == []
+    with (copy.root / "requirements" / "requirements-envpool.txt").open("a") as file:
+        file.write("more\n")
+    copy.run("train", "dqn")
+    assert copy.log() == []
+    copy.run("test")  # needs it, too
+    copy.run("train", "atari")
+    assert copy.log() == ["pip"]
 
 
 def test_changed_requirements_are_installed(copy):
