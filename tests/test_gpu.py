@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import agents  # noqa: F401 - registers the toys
+from pools import Counting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,6 +20,7 @@ AGENTS = {
 VARIANTS = {"eager": [], "compile": ["--compile"], "cudagraphs": ["--cudagraphs"]}
 VARIANTS["compile+cudagraphs"] = ["--compile", "--cudagraphs"]
 ON_POLICY = ["ppo_torchcompile", "ppo_continuous_action_torchcompile"]
+ATARI = "ppo_atari_envpool_torchcompile"
 UPDATES = {"dqn_torchcompile": 20, "ppo_torchcompile": 15 * 4 * 2, "ppo_continuous_action_torchcompile": 15 * 10 * 2}
 
 
@@ -209,3 +211,56 @@ def test_replays_of_ppo_see_new_rollouts_minibatches_and_learning_rates(script, 
     agent.optimizer.lr.fill_(1e-3)
     update()
     assert (agent.network - before).abs().max() > 1e-4
+
+
+# ---- Atari ----
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_atari_variants_play_the_same_games(launch, monkeypatch, num_envs):
+    monkeypatch.setattr(importlib.import_module(ATARI), "make_pool", Counting)
+    sizes = ["--num-steps", 10, "--num-minibatches", 2, "--num-envs", num_envs, "--seed", 5]
+    runs = {}
+    for name, flags in VARIANTS.items():
+        for again in range(2):
+            Counting.forget()
+            run = launch(ATARI, "--cuda", "--total-timesteps", 200, *sizes, *flags, env_id="Scripted-v5")
+            assert run.episodes == Counting.games and run.summary["updates"] >= 200 // (10 * num_envs) * 2 * 4
+            assert run.summary["status"] == "finished" and run.summary["variant"] == name
+            assert again == 0 or run.episodes == runs[name].episodes
+            runs[name] = run
+    lines = {name: next(line for line in run.metrics if line["global_step"] >= 100) for name, run in runs.items()}
+    for name, line in lines.items():
+        for loss in ("policy_loss", "value_loss", "entropy"):
+            assert line[loss] == pytest.approx(lines["eager"][loss], rel=5e-2, abs=5e-2), (name, loss)
+
+
+def test_atari_eager_reference_runs(launch, monkeypatch):
+    script = ATARI.removesuffix("_torchcompile")
+    monkeypatch.setattr(importlib.import_module(script), "make_pool", Counting)
+    sizes = ["--num-steps", 10, "--num-minibatches", 2, "--num-envs", 4, "--total-timesteps", 200]
+    assert launch(script, "--cuda", *sizes, env_id="Scripted-v5").summary["device"].startswith("cuda")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@torch.no_grad()
+def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
+    from tensordict.nn import CudaGraphModule
+
+    module, device = importlib.import_module(ATARI), torch.device("cuda")
+    args = module.Args(num_envs=4, num_steps=8, num_minibatches=2)
+    agent = module.CompiledAtariPPOAgent(args, 6, 2, device)
+    choose = torch.compile(agent.choose, fullgraph=True) if compiled else agent.choose
+    agent.choose = CudaGraphModule(choose, warmup=3)
+    for _ in range(5):
+        agent.choose()
+    agent.row.zero_()
+    rewards = np.random.default_rng(0)
+    images = rewards.integers(0, 256, (8, 4, 4, 84, 84), np.uint8)
+    actions = np.stack(
+        [np.concatenate([agent.act(slice(n, n + 2), images[t, n : n + 2]).copy() for n in (0, 2)]) for t in range(8)]
+    )
+    kept = agent.batch["observation"].view(8, 4, 84, 84, 4).permute(0, 1, 4, 2, 3)
+    assert torch.equal(kept.cpu(), torch.as_tensor(images))
+    assert np.array_equal(agent.batch["action"].view(8, 4).cpu().numpy(), actions)
+    assert len(np.unique(actions)) > 2 and len(agent.batch["value"].unique()) == 32
+    _, value = agent.policy_and_value(agent.network, torch.as_tensor(images, device=device).flatten(0, 1))
+    torch.testing.assert_close(agent.batch["value"], value, rtol=1e-2, atol=1e-2)  # whatever the order of the sums
