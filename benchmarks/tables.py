@@ -4,8 +4,9 @@
     python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is speed, warmup or learning. Speed and
-warm-up come from the newest file in benchmarks/results/ of each machine, learning from all in its folder learning/.
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is scripts, speed, warmup or learning.
+Speed and warm-up come from the newest file in benchmarks/results/ of each machine, learning from all in its folder
+learning/, and the table of scripts from both.
 """
 
 import json
@@ -18,9 +19,17 @@ from pathlib import Path
 
 import tyro
 
-from speed import RESULTS, ROOT, fail, show, summarise, summarise_warmup
+from speed import RESULTS, ROOT, SCRIPTS, fail, show, summarise, summarise_warmup
 
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
+ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
+    "sac_continuous_action": "SAC",
+    "td3_continuous_action": "TD3",
+    "dqn": "DQN",
+    "ppo": "PPO",
+    "ppo_continuous_action": "PPO, continuous",
+    "ppo_atari_envpool": "PPO, Atari",
+}
 SMOOTHING = 20  # episodes in a point of a learning curve
 
 
@@ -90,6 +99,36 @@ def footer(path: Path, results: Path, result: dict) -> str:
     versions = f"torch {result['versions']['torch']}, Python {result['versions']['python']}"
     name = path.relative_to(results.parent.parent).as_posix()
     return f"From [`{path.name}`]({name}): {machine(result)}; {versions}; {date}; `{result['command']}`.{stopped}"
+
+
+def scripts_table(results: Path) -> str:
+    """What each script reached on its own task in its longest runs, and how fast, eager and compiled."""
+    header = ["algorithm", "eager: read this first", "compiled: run this", "task", "return", "at steps", "seeds"]
+    learned, speeds = learning_results(results), [summarise(result["runs"]) for _, result in newest(results, "speed")]
+    devices = ["GPU" if result["device"] == "cuda" else "CPU" for _, result in newest(results, "speed")]
+    rows = []
+    for script, title in ALGORITHMS.items():
+        task = re.search(r'env_id: str = "(.+)"', (SCRIPTS / f"{script}.py").read_text())[1]
+        compiled = f"{script}_torchcompile"
+        rows.append(
+            [title, f"[`{script}.py`](leanrl/{script}.py)", f"[`…_torchcompile.py`](leanrl/{compiled}.py)", task]
+        )
+        groups = {key[3]: group for key, group in learned.items() if key[:2] == (task, compiled) and "," not in key[2]}
+        steps = max(groups, default=None)
+        reached = mean_and_deviation([result["return_last_100"] for result in groups[steps]]) if groups else ""
+        rows[-1] += [reached, f"{steps:,}" if groups else "", str(len(groups[steps])) if groups else ""]
+        for lines in speeds:
+            own = {line["variant"]: line for line in lines if line["script"] == script and line["runs"]}
+            others = [line for variant, line in own.items() if variant != "eager"]
+            fastest = max(others, key=lambda line: line["fps"], default=None)
+            rows[-1] += [show(line["fps"], 0) if line else "" for line in (own.get("eager"), fastest)]
+    header += [f"steps/s, {device}, {version}" for device in devices for version in ("eager", "compiled")]
+    note = (
+        "Return: mean of the last 100 training episodes ± standard deviation over the seeds, of the longest runs there"
+    )
+    return (
+        f"{markdown(header, rows, 4)}\n\n{note} are on the default task; how it and the speed were measured is below."
+    )
 
 
 def speed_table(results: Path) -> str:
@@ -162,7 +201,7 @@ def learning_table(results: Path) -> str:
     )
 
 
-TABLES = {"speed": speed_table, "warmup": warmup_table, "learning": learning_table}
+TABLES = {"scripts": scripts_table, "speed": speed_table, "warmup": warmup_table, "learning": learning_table}
 
 
 def fill(text: str, results: Path) -> str:

@@ -344,6 +344,17 @@ def test_collect(tmp_path, results):
     assert "From the 2 files" in table and "A Processor, 1 thread" in table
 
 
+def test_scripts_table(tmp_path, results):
+    for n, (steps, more) in enumerate([(2000, {}), (1000, {}), (3000, {"batch_size": 7}), (3000, {"env_id": "Other"})]):
+        folder = made_up_run_folder(tmp_path / f"run{n}", total_timesteps=steps, **more)
+        learning.write(learning.collect(folder), results / "learning")
+    rows = {line.split(" | ")[0]: line for line in tables.scripts_table(results).splitlines()}
+    assert "| CartPole-v1 | 100.5 | 2,000 | 1 |" in rows["| DQN"]  # the longest run with the defaults
+    assert rows["| SAC"].endswith("| HalfCheetah-v4 |  |  |  | 80 | 160 |") and rows["| DQN"].endswith("|  |  |")
+    scripts = {path.stem.removesuffix("_torchcompile") for path in (ROOT / "leanrl").glob("*.py")}
+    assert set(tables.ALGORITHMS) == scripts
+
+
 def test_what_is_not_a_default_is_in_the_name_and_in_the_table(tmp_path, results):
     learning.main(
         learning.CollectArgs(
