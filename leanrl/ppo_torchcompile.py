@@ -491,13 +491,16 @@ class CompiledPPOAgent:
         """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
         return self.module(network, observation)
 
-    def act(self, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, on the host; [num_envs, observation_dim] -> [num_envs]."""
-        *hidden, (weight, bias) = self.host_layers
-        for hidden_weight, hidden_bias in hidden:
-            observation = np.tanh(observation @ hidden_weight + hidden_bias)
-        logits = observation @ weight + bias
-        return (logits + np.random.gumbel(size=logits.shape)).argmax(1)  # Gumbel-max
+    def draw_noise(self) -> np.ndarray:
+        """What makes the actions of a rollout random: Gumbel noise; [T, N, actions]."""
+        return np.random.gumbel(size=(self.args.num_steps, self.args.num_envs, len(self.host_layers[-1][1])))
+
+    def act(self, observation: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Sampled actions, on the host; [num_envs, observation_dim], [num_envs, actions] -> [num_envs]."""
+        for weight, bias in self.host_layers[:-1]:
+            observation = np.tanh(observation.dot(weight) + bias)
+        weight, bias = self.host_layers[-1]
+        return (observation.dot(weight) + bias + noise).argmax(1)  # Gumbel-max
 
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and draws the minibatches.
@@ -598,7 +601,9 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act
             iteration, t = divmod(run.global_step // args.num_envs, args.num_steps)
-            action = agent.act(observation)
+            if t == 0:
+                noise = agent.draw_noise()
+            action = agent.act(observation, noise[t])
             rollout["observation"][t], rollout["action"][t] = observation, action
 
             # Step and store; where an episode has ended, the next one begins

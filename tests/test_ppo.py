@@ -173,8 +173,11 @@ def test_actions_are_sampled_from_the_policy(script):
     observation = np.array([[0.1, -0.05, 0.03, 0.2]], np.float32)
     with torch.no_grad():
         policy = eager.network(torch.tensor(observation))
-    chosen = agent.act(np.repeat(observation, 20_000, 0))
-    chosen = chosen["action"] if script == algorithm else chosen
+    if script == algorithm:
+        chosen = agent.act(np.repeat(observation, 20_000, 0))["action"]
+    else:
+        noise = np.concatenate([agent.draw_noise().reshape(48, 3) for _ in range(417)])  # 16 steps of 3 environments
+        chosen = agent.act(np.repeat(observation, 20_000, 0), noise[:20_000])
     if algorithm == "ppo":
         chances = policy[0].softmax(1)[0].numpy()
         assert np.bincount(chosen, minlength=3) / 20_000 == pytest.approx(chances, abs=0.015)
@@ -276,7 +279,8 @@ def test_running_moments_are_those_of_all_rows():
         moments.update(batch)
         seen = np.concatenate(batches[:n])
         np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-3)
-        np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-2, atol=1e-2)  # it begins as if it had seen
+        variance = moments.squares / moments.count
+        np.testing.assert_allclose(variance, seen.var(0), rtol=1e-2, atol=1e-2)  # it begins as if it had seen
     scaled = moments.scale(np.array([[1e6, -1e6, 3, 0]]))  # 1e-4 of a row
     assert scaled[0, :2].tolist() == [10, -10]
     np.testing.assert_allclose(scaled[0, 2:], ((np.array([3, 0]) - seen.mean(0)[2:]) / seen.std(0)[2:]), rtol=1e-3)
@@ -339,7 +343,7 @@ def test_probe(monkeypatch, tmp_path, script, probe):
         observation, scale = np.array([[float(observation)]]), 1.0
         if is_continuous:
             observation = agent.observation_moments.scale(observation)
-            scale = np.sqrt(agent.return_moments.variance + 1e-8)
+            scale = np.sqrt(agent.return_variance.squares / agent.return_variance.count + 1e-8)
         *policy, value = agent.policy_and_value(agent.network, torch.tensor(observation, dtype=torch.float32))
         chance = policy[0].item() if is_continuous else policy[0].softmax(1)[0, 1].item()
         return chance, value.item() * scale
