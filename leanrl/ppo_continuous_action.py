@@ -359,20 +359,20 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 # ---- Normalisation ----
 class RunningMoments:
-    """Mean and variance of all rows seen, each of `shape` (Welford 1962, for several rows at a time)."""
+    """Mean and variance of all rows seen, each of `size` (Welford 1962, for several rows at a time)."""
 
-    def __init__(self, *shape: int):
-        self.count, self.mean, self.squares = 1e-4, np.zeros(shape), np.full(shape, 1e-4)
+    def __init__(self, size: int):
+        self.count, self.mean, self.squares = 1e-4, np.zeros((1, size)), np.full((1, size), 1e-4)
 
     def update(self, rows: np.ndarray) -> None:
-        """[N, *shape]."""
+        """[N, size]."""
         self.count += len(rows)
         deviation = rows - self.mean
-        self.mean += deviation.sum(0) / self.count
-        self.squares += (deviation * (rows - self.mean)).sum(0)
+        self.mean += deviation.sum(0, keepdims=True) / self.count
+        self.squares += (deviation * (rows - self.mean)).sum(0, keepdims=True)
 
     def scale(self, rows: np.ndarray) -> np.ndarray:
-        """The rows' distance from the mean in standard deviations, clipped to ±10; [N, *shape]."""
+        """The rows' distance from the mean in standard deviations, clipped to ±10; [N, size]."""
         return ((rows - self.mean) / np.sqrt(self.squares / self.count + 1e-8)).clip(-10, 10)
 
 
