@@ -18,7 +18,6 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -360,23 +359,34 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 # ---- Normalisation ----
 class RunningMoments:
-    """Mean and variance of all rows seen, each of `shape` (Chan et al. 1979, eq. 2.1)."""
+    """Mean and variance of all rows seen, each of `size` (Welford 1962, for several rows at a time)."""
 
-    def __init__(self, *shape: int):
-        self.mean, self.variance, self.count = np.zeros(shape), np.ones(shape), 1e-4
+    def __init__(self, size: int):
+        self.count, self.mean, self.squares = 1e-4, np.zeros((1, size)), np.full((1, size), 1e-4)
 
     def update(self, rows: np.ndarray) -> None:
-        """[N, *shape]."""
-        total = self.count + len(rows)
-        mean = rows.sum(0) / len(rows)
-        delta = mean - self.mean
-        squares = np.square(rows - mean).sum(0) + np.square(delta) * (self.count * len(rows) / total)
-        self.variance = (self.variance * self.count + squares) / total
-        self.mean, self.count = self.mean + delta * (len(rows) / total), total
+        """[N, size]."""
+        self.count += len(rows)
+        deviation = rows - self.mean
+        self.mean += deviation.sum(0, keepdims=True) / self.count
+        self.squares += (deviation * (rows - self.mean)).sum(0, keepdims=True)
 
-    def scale(self, rows: np.ndarray, center: float = 1.0) -> np.ndarray:
-        """The rows in standard deviations, less the mean unless `center` is 0, clipped to ±10; [N, *shape]."""
-        return np.clip((rows - center * self.mean) / np.sqrt(self.variance + 1e-8), -10, 10)
+    def scale(self, rows: np.ndarray) -> np.ndarray:
+        """The rows' distance from the mean in standard deviations, clipped to ±10; [N, size]."""
+        return ((rows - self.mean) / np.sqrt(self.squares / self.count + 1e-8)).clip(-10, 10)
+
+
+class RunningVariance:
+    """Variance of all numbers seen (Welford 1962), one at a time and without arrays, which take longer."""
+
+    def __init__(self):
+        self.count, self.mean, self.squares = 1e-4, 0.0, 1e-4
+
+    def update(self, number: float) -> None:
+        self.count += 1
+        deviation = number - self.mean
+        self.mean += deviation / self.count
+        self.squares += deviation * (number - self.mean)
 
 
 # ---- Host and device ----
@@ -409,8 +419,8 @@ class ContinuousPPOAgent:
         self.args, self.device = args, device
         observation_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.low, self.high = env.action_space.low, env.action_space.high
-        self.observation_moments, self.return_moments = RunningMoments(observation_dim), RunningMoments()
-        self.returns = np.zeros(args.num_envs)
+        self.observation_moments, self.return_variance = RunningMoments(observation_dim), RunningVariance()
+        self.returns = [0.0] * args.num_envs
         shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": (action_dim,)}
         shapes |= {name: () for name in ("log_prob", "value", "reward", "terminated", "truncated")}
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
@@ -423,12 +433,16 @@ class ContinuousPPOAgent:
         self.observation_moments.update(observation)
         return self.observation_moments.scale(observation).astype(np.float32)
 
-    def scale_rewards(self, rewards: Sequence[float], ended: np.ndarray) -> np.ndarray:
-        """Rewards, [num_envs], in deviations of the discounted return."""
-        self.returns = self.returns * self.args.gamma + rewards
-        self.return_moments.update(self.returns)
-        self.returns[ended] = 0
-        return self.return_moments.scale(np.asarray(rewards), center=0)
+    def scale_rewards(self, rewards: Sequence[float], ended: Sequence[int]) -> list[float]:
+        """Rewards in standard deviations of the discounted return, clipped to ±10; [num_envs]."""
+        rewards = [float(reward) for reward in rewards]
+        for i, reward in enumerate(rewards):
+            self.returns[i] = self.returns[i] * self.args.gamma + reward
+            self.return_variance.update(self.returns[i])
+        for i in ended:
+            self.returns[i] = 0.0
+        deviation = math.sqrt(self.return_variance.squares / self.return_variance.count + 1e-8)
+        return [min(max(reward / deviation, -10.0), 10.0) for reward in rewards]
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean and log standard deviation of the actions, and the value; [..., D] -> [..., A], [A], [...]."""
@@ -528,16 +542,15 @@ def main(args: Args) -> None:
                 rollout[name][t] = values
 
             # Step and store; where an episode has ended, the next one begins
-            clipped = np.clip(chosen["action"], agent.low, agent.high)
+            clipped = chosen["action"].clip(agent.low, agent.high)
             for i, env in enumerate(envs):
                 raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
-            ended = np.logical_or(terminated, truncated)
+            ended = [i for i in range(args.num_envs) if terminated[i] or truncated[i]]
             rollout["next_observation"][t] = observation = agent.normalize(raw)
             rollout["reward"][t] = agent.scale_rewards(rewards, ended)
             rollout["terminated"][t], rollout["truncated"][t] = terminated, truncated
-            if ended.any():
-                resets = [env.reset()[0] for env in itertools.compress(envs, ended)]
-                observation[ended] = agent.normalize(np.stack(resets))
+            if ended:
+                observation[ended] = agent.normalize(np.stack([envs[i].reset()[0] for i in ended]))
             run.step(rewards, terminated, truncated)
 
             # Learn from a full rollout (the last one may not get full)

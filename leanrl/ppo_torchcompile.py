@@ -473,10 +473,9 @@ class CompiledPPOAgent:
         self.module = FlatModule(CategoricalActorCritic(observation_dim, actions))
         flat = self.module.flatten()
         self.host_network, self.network = mirrored(len(flat), device=device)
-        for copy in (self.host_network, self.network):
-            copy.copy_(flat)
+        self.network.copy_(flat)
         layers = [layer.numpy().T for layer in self.module.split(self.host_network).values()]
-        self.host_layers = [(layers[n], layers[n + 1]) for n in (0, 2, 4)]  # the actor's; the critic's follow
+        self.host_actor = layers[:6]  # its weights and biases; the critic's follow
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
@@ -491,13 +490,20 @@ class CompiledPPOAgent:
         """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
         return self.module(network, observation)
 
-    def act(self, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, on the host; [num_envs, observation_dim] -> [num_envs]."""
+    def begin_rollout(self) -> None:
+        """Brings the policy to the host, and draws Gumbel noise for all its steps."""
+        self.host_network.copy_(self.network)
+        layers = zip(self.host_actor[::2], self.host_actor[1::2], strict=True)
+        # Biases with a row for each environment: NumPy adds equal shapes in less than half the time
+        self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
+        self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
+
+    def act(self, observation: np.ndarray, t: int) -> np.ndarray:
+        """Sampled actions of step t, on the host; [num_envs, observation_dim] -> [num_envs]."""
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
-            observation = np.tanh(observation @ hidden_weight + hidden_bias)
-        logits = observation @ weight + bias
-        return (logits + np.random.gumbel(size=logits.shape)).argmax(1)  # Gumbel-max
+            observation = np.tanh(observation.dot(hidden_weight) + hidden_bias)
+        return (observation.dot(weight) + bias + self.noise[t]).argmax(1)  # Gumbel-max
 
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and draws the minibatches.
@@ -598,7 +604,9 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act
             iteration, t = divmod(run.global_step // args.num_envs, args.num_steps)
-            action = agent.act(observation)
+            if t == 0:
+                agent.begin_rollout()
+            action = agent.act(observation, t)
             rollout["observation"][t], rollout["action"][t] = observation, action
 
             # Step and store; where an episode has ended, the next one begins
@@ -622,7 +630,6 @@ def main(args: Args) -> None:
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
-                agent.host_network.copy_(agent.network)
             run.log(agent.losses if run.updates else {}, learning_rate)
 
 

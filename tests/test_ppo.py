@@ -168,13 +168,16 @@ def test_an_update_phase_is_the_same_in_both_versions(algorithm, is_compiled, ar
 @each_script
 def test_actions_are_sampled_from_the_policy(script):
     algorithm = script.removesuffix("_torchcompile")
-    eager, compiled = pair(algorithm)
-    agent = eager if script == algorithm else compiled
+    eager, compiled = pair(algorithm, num_envs=20_000, num_steps=1, num_minibatches=1)
     observation = np.array([[0.1, -0.05, 0.03, 0.2]], np.float32)
     with torch.no_grad():
         policy = eager.network(torch.tensor(observation))
-    chosen = agent.act(np.repeat(observation, 20_000, 0))
-    chosen = chosen["action"] if script == algorithm else chosen
+    observation = np.repeat(observation, 20_000, 0)
+    if script == algorithm:
+        chosen = eager.act(observation)["action"]
+    else:
+        compiled.begin_rollout()
+        chosen = compiled.act(observation, 0)
     if algorithm == "ppo":
         chances = policy[0].softmax(1)[0].numpy()
         assert np.bincount(chosen, minlength=3) / 20_000 == pytest.approx(chances, abs=0.015)
@@ -275,8 +278,9 @@ def test_running_moments_are_those_of_all_rows():
     for n, batch in enumerate(batches, 1):
         moments.update(batch)
         seen = np.concatenate(batches[:n])
-        np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-3)
-        np.testing.assert_allclose(moments.variance, seen.var(0), rtol=1e-2, atol=1e-2)  # it begins as if it had seen
+        np.testing.assert_allclose(moments.mean[0], seen.mean(0), rtol=1e-3)
+        variance = moments.squares[0] / moments.count
+        np.testing.assert_allclose(variance, seen.var(0), rtol=1e-2, atol=1e-2)  # it begins as if it had seen
     scaled = moments.scale(np.array([[1e6, -1e6, 3, 0]]))  # 1e-4 of a row
     assert scaled[0, :2].tolist() == [10, -10]
     np.testing.assert_allclose(scaled[0, 2:], ((np.array([3, 0]) - seen.mean(0)[2:]) / seen.std(0)[2:]), rtol=1e-3)
@@ -339,7 +343,7 @@ def test_probe(monkeypatch, tmp_path, script, probe):
         observation, scale = np.array([[float(observation)]]), 1.0
         if is_continuous:
             observation = agent.observation_moments.scale(observation)
-            scale = np.sqrt(agent.return_moments.variance + 1e-8)
+            scale = np.sqrt(agent.return_variance.squares / agent.return_variance.count + 1e-8)
         *policy, value = agent.policy_and_value(agent.network, torch.tensor(observation, dtype=torch.float32))
         chance = policy[0].item() if is_continuous else policy[0].softmax(1)[0, 1].item()
         return chance, value.item() * scale
