@@ -32,9 +32,9 @@ def pair(script, eager_class, compiled_class, networks, **arguments):
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
     eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
-    ring = compiled_module.ReplayRing(common["buffer_size"], env, 1, 1, (1, common["batch_size"]), CPU)
+    ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, CPU)
     with torch.no_grad():
-        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, ring, CPU)
+        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU, ring)
     for ours, theirs in networks.items():
         getattr(compiled, ours).copy_(flat(getattr(eager, theirs)))
 
@@ -129,7 +129,7 @@ def as_on_a_gpu(*shape, device):
 def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *more):
     """An update may begin before the environments' steps that lead up to it, but makes the same run.
 
-    Once they wait for these steps, with the memory of host and device in one, once they begin as soon as they may.
+    Once they wait for these steps, once they begin as soon as they may.
     """
     module, ended, early = importlib.import_module(script), [], []
     original = getattr(module, agent_class)
@@ -151,7 +151,6 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
         made = lambda *a, each=each: ended.append(each(*a)) or ended[-1]  # noqa: E731
         monkeypatch.setattr(module, agent_class, made)
         ended.append(launch(script, *flags))
-        monkeypatch.setattr(module, "mirrored", as_on_a_gpu)
     one, first, other, second = ended
     assert {True, False} == set(early), "updates before and after the steps that lead up to them"
     assert first.summary["updates"] == second.summary["updates"] >= 200

@@ -131,6 +131,7 @@ def test_updates_beside_the_environments_make_the_same_run(
     class Early(waiting):
         def must_wait(self, steps):
             self.added_before = self.buffer.added
+            self.device = torch.device("meta")  # a CPU always waits
             return super().must_wait(steps)
 
         def update(self, batch):
@@ -141,7 +142,6 @@ def test_updates_beside_the_environments_make_the_same_run(
         made = lambda *a, c=agent_class: ended.append(c(*a)) or ended[-1]  # noqa: E731
         monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", made)
         ended.append(launch("dqn_torchcompile", *flags, env_id="CartPole-v1"))
-        monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
     one, first, other, second = ended
     assert {True, False} == set(early), "updates before and after the steps that lead up to them"
     assert first.summary["updates"] == second.summary["updates"] > 45
