@@ -30,7 +30,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -394,12 +394,12 @@ class FlatModule:
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat).values())
+        self.put([*self.split(flat).values()])
         output = self.module(*inputs)
         self.put(own)
         return output
 
-    def put(self, parameters: Iterable[torch.Tensor]) -> None:
+    def put(self, parameters: Sequence[torch.Tensor]) -> None:
         """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
             owner[name] = parameter
@@ -424,7 +424,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+def warm_up(steps: Sequence[Callable], agent, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]

@@ -31,7 +31,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -362,7 +362,8 @@ class ReplayRing:
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.num_envs, self.device, frequency = args.num_envs, device, getattr(args, "train_frequency", 1)
+        self.batch_size, self.device, self.added = args.batch_size, device, 0
+        self.num_envs, frequency = args.num_envs, getattr(args, "train_frequency", 1)
         rows, batches = -(-frequency // args.num_envs) * args.num_envs, -(-args.num_envs // frequency)  # at the most
         self.slots = max(self.capacity, rows) + args.num_envs  # beyond the capacity: the newest next observations
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
@@ -372,21 +373,20 @@ class ReplayRing:
         # Slot `slots` is where rows that are not in use go; the copies follow it
         observation_dim, self.action_shape = env.observation_space.shape[0], env.action_space.shape
         dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
-        self.observations = torch.zeros(self.slots + 1 + self.copies, observation_dim, dtype=dtype, device=device)
-        self.transitions = TensorDict(
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots + 1 + self.copies, observation_dim, dtype=dtype, device=device),
             action=torch.zeros(self.slots + 1, *self.action_shape, device=device),
             reward=torch.zeros(self.slots + 1, device=device),
             terminated=torch.zeros(self.slots + 1, dtype=torch.bool, device=device),
             next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
-            batch_size=[self.slots + 1],
         )
-        self.nbytes = sum(field.nbytes for field in (self.observations, *self.transitions.values()))
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
         self.written, self.oldest, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(3))
-        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
+        self.drawn = torch.zeros(batches, self.batch_size, dtype=torch.long, device=device)
 
         # A staged row: observation, next observation, action, reward, terminated, number of its copy or 0, in use
-        self.widths, self.added, self.filled = [observation_dim, observation_dim, math.prod(self.action_shape), 4], 0, 0
-        self.staged = torch.zeros(rows, sum(self.widths))
+        self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 4]
+        self.staged, self.filled = torch.zeros(rows, sum(self.widths)), 0
         self.columns = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.incoming, self.row = torch.zeros_like(self.staged, device=device), torch.arange(rows, device=device)
 
@@ -405,7 +405,8 @@ class ReplayRing:
         values = (observation, next_observation, action, (reward, terminated, copy, 1))
         for column, value in zip(self.columns, values, strict=True):
             column[self.filled] = value
-        self.filled, self.added = self.filled + 1, self.added + 1
+        self.filled += 1
+        self.added += 1
 
     def upload(self) -> None:
         """Sends the staged rows to the device."""
@@ -420,11 +421,10 @@ class ReplayRing:
         slot = (self.written + self.row) % self.slots
         next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
         slot, next_slot = (each.masked_fill(in_use == 0, self.slots) for each in (slot, next_slot))
-        self.observations[next_slot] = next_observation.to(self.observations.dtype)
-        self.observations[slot] = observation.to(self.observations.dtype)  # after the other: an episode may have begun
-        values = {"action": action.view(-1, *self.action_shape), "reward": reward, "terminated": terminated}
-        for name, value in (values | {"next_slot": next_slot}).items():
-            self.transitions[name][slot] = value.to(self.transitions[name].dtype)
+        self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
+        values = (observation, action.view(-1, *self.action_shape), reward, terminated, next_slot)
+        for field, value in zip(self.fields.values(), values, strict=True):
+            field[slot] = value.to(field.dtype)  # the observation after that next one: an episode may have begun
         self.written.add_(in_use.sum().long())
         self.incoming[:, -1] = 0
 
@@ -447,10 +447,8 @@ class ReplayRing:
 
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
         """The transitions of these numbers; [B] -> tensors of [B, ...]."""
-        slot = number % self.slots
-        next_slot = self.transitions["next_slot"][slot].long()
-        batch = {"observation": self.observations[slot], "next_observation": self.observations[next_slot]}
-        batch |= {name: self.transitions[name][slot] for name in ("action", "reward", "terminated")}
+        batch = {name: field[number % self.slots] for name, field in self.fields.items()}
+        batch["next_observation"] = self.fields["observation"][batch.pop("next_slot").long()]
         return {name: value.float() for name, value in batch.items()}
 
 
@@ -477,12 +475,12 @@ class FlatModule:
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat).values())
+        self.put([*self.split(flat).values()])
         output = self.module(*inputs)
         self.put(own)
         return output
 
-    def put(self, parameters: Iterable[torch.Tensor]) -> None:
+    def put(self, parameters: Sequence[torch.Tensor]) -> None:
         """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
             owner[name] = parameter
@@ -507,7 +505,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+def warm_up(steps: Sequence[Callable], agent, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
@@ -658,7 +656,7 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
-            warm_up(steps.values(), agent, run)
+            warm_up([*steps.values()], agent, run)
         agent.choose = steps.pop("choose")
 
         def update_all() -> None:

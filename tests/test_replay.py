@@ -190,7 +190,7 @@ def test_ring_memory_is_one_observation_a_transition():
     assert ring.nbytes < 10_000 * (4 * 4 + 4 + 4 + 1 + 4) * 1.01
     env = fake_env(1000, discrete=True, dtype=np.uint8, observation_dim=128)
     ring = ReplayRing(args_of(10_000, batch_size=128), env, CPU)
-    assert ring.observations.dtype == torch.uint8
+    assert ring.fields["observation"].dtype == torch.uint8
     assert ring.nbytes < 10_000 * (128 + 4 + 4 + 1 + 4) * 1.01
 
 
