@@ -32,7 +32,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -492,7 +492,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Sequence[Callable], agent, run: Run) -> None:
+def warm_up(steps: Sequence, agent, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]

@@ -491,7 +491,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Sequence[Callable], agent, run: Run) -> None:
+def warm_up(steps: Sequence, agent, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
