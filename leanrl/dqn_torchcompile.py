@@ -389,9 +389,9 @@ class ReplayRing:
                 if self.owners[0] >= self.added - self.capacity:
                     warnings.warn("episodes truncated before the environment's limit shorten the replay", stacklevel=2)
             self.owners.append(self.added)
-        values = (observation, next_observation, action, (reward, terminated, copy, 1))
-        for column, value in zip(self.columns, values, strict=True):
-            column[self.filled] = value
+        observations, next_observations, actions, rest = self.columns
+        observations[self.filled], next_observations[self.filled] = observation, next_observation
+        actions[self.filled], rest[self.filled] = action, (reward, terminated, copy, 1)
         self.filled += 1
         self.added += 1
 
