@@ -338,7 +338,7 @@ class ReplayRing:
 
     Transition n, counted from 0 with the environments taking turns, lies in slot n % slots. Its next observation is the
     observation of transition n + num_envs, the same environment's next. Only where an episode was truncated does
-    `next_slot` point elsewhere: to a copy of its own, behind the ring. (A terminated episode's is never looked at.)
+    `next_slot` point elsewhere: to a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated one.)
 
     The host stages a block of transitions, those between two updates (or sets of them, with many environments), and
     `upload` sends it in one copy. `write`, `draw` and `sample` work on tensors of fixed address and shape, so that they
