@@ -14,7 +14,6 @@ Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
-import contextlib
 import copy
 import difflib
 import importlib.metadata
@@ -107,35 +106,29 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    counts += " num_steps num_minibatches update_epochs"
-    tiny, huge = sys.float_info.min, sys.float_info.max
+    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
     for names, allowed, low, high in (
-        (counts, "must be at least 1", 1, math.inf),
+        (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
         ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
+        ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
+        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("num_minibatches", minibatches, 1, rollout // 2),
+        ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
+        ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
     ):
         for name in names.split():
             value = getattr(args, name, None)
             if value is not None and not low <= value <= high:
                 fail(name, value, allowed)
-    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
-        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
-        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
-    if hasattr(args, "num_steps"):
-        size = args.num_envs * args.num_steps
-        if size > args.total_timesteps:
-            fail("total_timesteps", args.total_timesteps, f"must be at least a rollout, num_envs * num_steps = {size}")
-        if size % args.num_minibatches or size < 2 * args.num_minibatches:
-            fail("num_minibatches", args.num_minibatches, f"must divide a rollout of {size} into minibatches above 1")
-    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
-        fail("cudagraphs", True, "needs a CUDA device and --cuda")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("track", True, "needs the wandb package: pip install wandb")
+    if rollout % getattr(args, "num_minibatches", 1):
+        fail("num_minibatches", args.num_minibatches, minibatches)
 
 
 class Run:
@@ -148,30 +141,31 @@ class Run:
     def __init__(self, args: Args, device: torch.device):
         self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
         self.global_step = self.updates = self.episodes = self.next_log = 0
-        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.last_log, self.window, self.recent, self.is_ending = (0, self.start), None, deque(maxlen=100), False
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
         first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
         learning_starts = getattr(args, "learning_starts", first_rollout)
         self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
-        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
-        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        try:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            while True:
-                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-                with contextlib.suppress(FileExistsError):  # another run began within this second
-                    self.folder.mkdir()
-                    break
-                time.sleep(0.1)
-        except OSError as error:
-            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco")
+        versions = {p: importlib.metadata.version(p) if importlib.util.find_spec(p) else None for p in packages}
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
-        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
         self.about["versions"] = {"python": platform.python_version(), **versions}
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+
+        flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        self.summary = {"script": Path(__file__).stem, "variant": "+".join(flags) or "eager"}
+        self.summary |= {"env_id": args.env_id, "seed": args.seed}
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *flags, str(args.seed)])
+        while True:
+            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            try:
+                self.folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(self.folder):
+                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+                time.sleep(0.1)  # another run began within this second
         if args.track:
             import wandb
 
@@ -181,25 +175,20 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
         def interrupt(number, _frame):
-            for signal_number in self.handlers:
-                signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
-            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+            if not self.is_ending:  # a second one must not cost the summary
+                self.is_ending = True
+                raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
         return self
 
-    def step(
-        self,
-        rewards: Sequence[float],
-        terminated: Sequence[bool],
-        truncated: Sequence[bool],
-        env_ids: Sequence[int] | None = None,
-    ) -> None:
+    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
         env_ids = range(len(rewards)) if env_ids is None else env_ids
@@ -207,12 +196,11 @@ class Run:
             self.returns[i] += float(reward)
             self.lengths[i] += 1
             if is_terminated or is_truncated:
-                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
-                finite = math.isfinite(total)  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
                 self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent.extend([(total, length)] if finite else [])
-                self.episodes += 1
+                self.recent.extend([] if total is None else [(total, self.lengths[i])])
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
@@ -237,8 +225,8 @@ class Run:
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
-        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
-        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
+        means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
+        return dict(zip(("episode_return", "episode_length"), means, strict=True))
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
@@ -247,16 +235,14 @@ class Run:
         return time.perf_counter()
 
     def __exit__(self, kind, error, traceback) -> None:
-        for number in self.handlers:
-            signal.signal(number, signal.SIG_IGN)
-        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        self.is_ending = True
+        status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
-        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary = {**self.summary, "global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
         summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
@@ -275,10 +261,11 @@ class Run:
 
 
 # ---- Environments ----
-def make_environment(env_id: str) -> gym.Env:
-    """One Gymnasium environment; ends the program with exit status 2 if it can't be made.
+def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed or environment shares them.
 
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    Ends the program with exit status 2 if they can't be made. Notices about the older -v4 models go neither to the
+    terminal nor to a MUJOCO_LOG.TXT in the current folder.
     """
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
@@ -287,12 +274,16 @@ def make_environment(env_id: str) -> gym.Env:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return gym.make(env_id, disable_env_checker=True)
+            envs = [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (gym.error.Error, ImportError) as error:
-        nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = env_id in gym.registry
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
+        env.action_space.seed(seed)
+    return envs, seeds[: args.num_envs]
 
 
 def check_discrete_spaces(env: gym.Env) -> None:
@@ -302,15 +293,6 @@ def check_discrete_spaces(env: gym.Env) -> None:
         fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         fail("env_id", env.spec.id, f"its actions must be Discrete and start at 0, not {actions}")
-
-
-def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
-    """The environments, and the seeds of their first resets: no other seed or environment shares them."""
-    envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
-    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
-    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
-        env.action_space.seed(seed)
-    return envs, seeds[: args.num_envs]
 
 
 # ---- Networks ----
@@ -339,29 +321,26 @@ def times_due(step: int, num_envs: int, frequency: int) -> int:
 
 # ---- Replay ----
 class ReplayBuffer:
-    """A ring of the last `capacity` transitions, in host memory, sampled uniformly with replacement."""
+    """A ring of the last transitions, in host memory, sampled uniformly with replacement."""
 
-    def __init__(self, capacity: int, env: gym.Env, device: torch.device):
-        observation_dim, actions = env.observation_space.shape[0], env.action_space
-        self.capacity, self.device, self.written = capacity, device, 0
-        self.fields = {
-            "observation": np.zeros((capacity, observation_dim), np.float32),
-            "next_observation": np.zeros((capacity, observation_dim), np.float32),
-            "action": np.zeros((capacity, *actions.shape), np.float32 if actions.shape else np.int64),
-            "reward": np.zeros(capacity, np.float32),
-            "terminated": np.zeros(capacity, np.float32),
-        }
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
+        self.batch_size, self.device, self.added = args.batch_size, device, 0
+        shapes = {"observation": env.observation_space.shape, "next_observation": env.observation_space.shape}
+        shapes |= {"action": env.action_space.shape, "reward": (), "terminated": ()}
+        self.fields = {name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()}
         self.nbytes = sum(field.nbytes for field in self.fields.values())
 
-    def add(self, *transition) -> None:
-        """Stores one transition: observation, next observation, action, reward, terminated."""
+    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
+        """Stores a transition; one that was truncated is like any other, for its next observation is the true one."""
+        transition = (observation, next_observation, action, reward, terminated)
         for field, value in zip(self.fields.values(), transition, strict=True):
-            field[self.written % self.capacity] = value
-        self.written += 1
+            field[self.added % self.capacity] = value
+        self.added += 1
 
-    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """A batch of transitions: tensors of shape [batch_size, ...] by the names of the fields."""
-        slots = np.random.randint(min(self.written, self.capacity), size=batch_size)
+    def sample(self) -> dict[str, torch.Tensor]:
+        """A batch of transitions: float32 tensors of [batch_size, ...] by the names of the fields."""
+        slots = np.random.randint(min(self.added, self.capacity), size=self.batch_size)
         return {name: torch.as_tensor(field[slots], device=self.device) for name, field in self.fields.items()}
 
 
@@ -375,7 +354,7 @@ class DQNAgent:
         self.q_network = DiscreteQNetwork(observation_dim, actions).to(device)
         self.target_network = copy.deepcopy(self.q_network)
         self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
-        self.losses = {}
+        self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
 
     def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:
         """The value of each action; [B, observation_dim] -> [B, actions]."""
@@ -400,7 +379,8 @@ class DQNAgent:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        self.losses = {"td_loss": loss.detach(), "q_value": q_value.detach()}
+        self.losses["td_loss"].copy_(loss.detach())
+        self.losses["q_value"].copy_(q_value.detach())
 
     @torch.no_grad()
     def update_target(self) -> None:
@@ -421,8 +401,8 @@ def main(args: Args) -> None:
     envs, seeds = make_environments(args)
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    buffer = ReplayBuffer(args, envs[0], device)
     agent = DQNAgent(args, envs[0], device)
-    buffer = ReplayBuffer(min(args.buffer_size, args.total_timesteps + args.num_envs), envs[0], device)
     actions = range(int(envs[0].action_space.n))
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
@@ -443,18 +423,18 @@ def main(args: Args) -> None:
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
                 next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i])
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
             run.step(rewards, terminated, truncated)
 
             # Learn
             if run.global_step > args.learning_starts:
                 for _ in range(times_due(run.global_step, args.num_envs, args.train_frequency)):
-                    agent.update(buffer.sample(args.batch_size))
+                    agent.update(buffer.sample())
                     run.updates += 1
                 for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):
                     agent.update_target()
-            run.log(agent.losses | {"epsilon": epsilon}, args.learning_rate)
+            run.log((agent.losses if run.updates else {}) | {"epsilon": epsilon}, args.learning_rate)
 
 
 if __name__ == "__main__":

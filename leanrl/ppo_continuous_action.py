@@ -14,7 +14,6 @@ Published returns at 1M steps (CleanRL): HalfCheetah-v4 1,443 ± 46, Walker2d-v4
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
-import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
@@ -110,35 +109,29 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    counts += " num_steps num_minibatches update_epochs"
-    tiny, huge = sys.float_info.min, sys.float_info.max
+    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
     for names, allowed, low, high in (
-        (counts, "must be at least 1", 1, math.inf),
+        (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
         ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
+        ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
+        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("num_minibatches", minibatches, 1, rollout // 2),
+        ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
+        ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
     ):
         for name in names.split():
             value = getattr(args, name, None)
             if value is not None and not low <= value <= high:
                 fail(name, value, allowed)
-    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
-        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
-        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
-    if hasattr(args, "num_steps"):
-        size = args.num_envs * args.num_steps
-        if size > args.total_timesteps:
-            fail("total_timesteps", args.total_timesteps, f"must be at least a rollout, num_envs * num_steps = {size}")
-        if size % args.num_minibatches or size < 2 * args.num_minibatches:
-            fail("num_minibatches", args.num_minibatches, f"must divide a rollout of {size} into minibatches above 1")
-    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
-        fail("cudagraphs", True, "needs a CUDA device and --cuda")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("track", True, "needs the wandb package: pip install wandb")
+    if rollout % getattr(args, "num_minibatches", 1):
+        fail("num_minibatches", args.num_minibatches, minibatches)
 
 
 class Run:
@@ -151,30 +144,31 @@ class Run:
     def __init__(self, args: Args, device: torch.device):
         self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
         self.global_step = self.updates = self.episodes = self.next_log = 0
-        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.last_log, self.window, self.recent, self.is_ending = (0, self.start), None, deque(maxlen=100), False
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
         first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
         learning_starts = getattr(args, "learning_starts", first_rollout)
         self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
-        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
-        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        try:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            while True:
-                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-                with contextlib.suppress(FileExistsError):  # another run began within this second
-                    self.folder.mkdir()
-                    break
-                time.sleep(0.1)
-        except OSError as error:
-            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco")
+        versions = {p: importlib.metadata.version(p) if importlib.util.find_spec(p) else None for p in packages}
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
-        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
         self.about["versions"] = {"python": platform.python_version(), **versions}
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+
+        flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        self.summary = {"script": Path(__file__).stem, "variant": "+".join(flags) or "eager"}
+        self.summary |= {"env_id": args.env_id, "seed": args.seed}
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *flags, str(args.seed)])
+        while True:
+            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            try:
+                self.folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(self.folder):
+                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+                time.sleep(0.1)  # another run began within this second
         if args.track:
             import wandb
 
@@ -184,25 +178,20 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
         def interrupt(number, _frame):
-            for signal_number in self.handlers:
-                signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
-            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+            if not self.is_ending:  # a second one must not cost the summary
+                self.is_ending = True
+                raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
         return self
 
-    def step(
-        self,
-        rewards: Sequence[float],
-        terminated: Sequence[bool],
-        truncated: Sequence[bool],
-        env_ids: Sequence[int] | None = None,
-    ) -> None:
+    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
         env_ids = range(len(rewards)) if env_ids is None else env_ids
@@ -210,12 +199,11 @@ class Run:
             self.returns[i] += float(reward)
             self.lengths[i] += 1
             if is_terminated or is_truncated:
-                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
-                finite = math.isfinite(total)  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
                 self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent.extend([(total, length)] if finite else [])
-                self.episodes += 1
+                self.recent.extend([] if total is None else [(total, self.lengths[i])])
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
@@ -240,8 +228,8 @@ class Run:
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
-        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
-        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
+        means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
+        return dict(zip(("episode_return", "episode_length"), means, strict=True))
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
@@ -250,16 +238,14 @@ class Run:
         return time.perf_counter()
 
     def __exit__(self, kind, error, traceback) -> None:
-        for number in self.handlers:
-            signal.signal(number, signal.SIG_IGN)
-        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        self.is_ending = True
+        status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
-        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary = {**self.summary, "global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
         summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
@@ -278,10 +264,11 @@ class Run:
 
 
 # ---- Environments ----
-def make_environment(env_id: str) -> gym.Env:
-    """One Gymnasium environment; ends the program with exit status 2 if it can't be made.
+def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed or environment shares them.
 
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    Ends the program with exit status 2 if they can't be made. Notices about the older -v4 models go neither to the
+    terminal nor to a MUJOCO_LOG.TXT in the current folder.
     """
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
@@ -290,12 +277,16 @@ def make_environment(env_id: str) -> gym.Env:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return gym.make(env_id, disable_env_checker=True)
+            envs = [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (gym.error.Error, ImportError) as error:
-        nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = env_id in gym.registry
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
+        env.action_space.seed(seed)
+    return envs, seeds[: args.num_envs]
 
 
 def check_continuous_spaces(env: gym.Env) -> None:
@@ -306,15 +297,6 @@ def check_continuous_spaces(env: gym.Env) -> None:
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
         fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
-
-
-def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
-    """The environments, and the seeds of their first resets: no other seed or environment shares them."""
-    envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
-    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
-    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
-        env.action_space.seed(seed)
-    return envs, seeds[: args.num_envs]
 
 
 # ---- Networks ----

@@ -15,7 +15,6 @@ Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own r
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
-import contextlib
 import difflib
 import functools
 import importlib.metadata
@@ -32,7 +31,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -117,35 +116,29 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    counts += " num_steps num_minibatches update_epochs"
-    tiny, huge = sys.float_info.min, sys.float_info.max
+    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
     for names, allowed, low, high in (
-        (counts, "must be at least 1", 1, math.inf),
+        (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
         ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
+        ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
+        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("num_minibatches", minibatches, 1, rollout // 2),
+        ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
+        ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
     ):
         for name in names.split():
             value = getattr(args, name, None)
             if value is not None and not low <= value <= high:
                 fail(name, value, allowed)
-    if getattr(args, "learning_starts", 0) >= args.total_timesteps:
-        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
-        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
-    if hasattr(args, "num_steps"):
-        size = args.num_envs * args.num_steps
-        if size > args.total_timesteps:
-            fail("total_timesteps", args.total_timesteps, f"must be at least a rollout, num_envs * num_steps = {size}")
-        if size % args.num_minibatches or size < 2 * args.num_minibatches:
-            fail("num_minibatches", args.num_minibatches, f"must divide a rollout of {size} into minibatches above 1")
-    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
-        fail("cudagraphs", True, "needs a CUDA device and --cuda")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("track", True, "needs the wandb package: pip install wandb")
+    if rollout % getattr(args, "num_minibatches", 1):
+        fail("num_minibatches", args.num_minibatches, minibatches)
 
 
 class Run:
@@ -158,30 +151,31 @@ class Run:
     def __init__(self, args: Args, device: torch.device):
         self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
         self.global_step = self.updates = self.episodes = self.next_log = 0
-        self.last_log, self.window, self.recent = (0, self.start), None, deque(maxlen=100)
+        self.last_log, self.window, self.recent, self.is_ending = (0, self.start), None, deque(maxlen=100), False
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
         first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
         learning_starts = getattr(args, "learning_starts", first_rollout)
         self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
-        self.script, self.flags = Path(__file__).stem, [f for f in ("compile", "cudagraphs") if getattr(args, f, False)]
-        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), self.script, *self.flags, str(args.seed)])
-        try:
-            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            while True:
-                self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-                with contextlib.suppress(FileExistsError):  # another run began within this second
-                    self.folder.mkdir()
-                    break
-                time.sleep(0.1)
-        except OSError as error:
-            fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco")
+        versions = {p: importlib.metadata.version(p) if importlib.util.find_spec(p) else None for p in packages}
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        versions = {name: None for name in ("torch", "tensordict", "gymnasium", "envpool", "mujoco")}
-        versions |= {name: importlib.metadata.version(name) for name in versions if importlib.util.find_spec(name)}
         self.about["versions"] = {"python": platform.python_version(), **versions}
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+
+        flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        self.summary = {"script": Path(__file__).stem, "variant": "+".join(flags) or "eager"}
+        self.summary |= {"env_id": args.env_id, "seed": args.seed}
+        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *flags, str(args.seed)])
+        while True:
+            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
+            try:
+                self.folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(self.folder):
+                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+                time.sleep(0.1)  # another run began within this second
         if args.track:
             import wandb
 
@@ -191,25 +185,20 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
         def interrupt(number, _frame):
-            for signal_number in self.handlers:
-                signal.signal(signal_number, signal.SIG_IGN)  # a second one must not cost the summary
-            raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+            if not self.is_ending:  # a second one must not cost the summary
+                self.is_ending = True
+                raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
         return self
 
-    def step(
-        self,
-        rewards: Sequence[float],
-        terminated: Sequence[bool],
-        truncated: Sequence[bool],
-        env_ids: Sequence[int] | None = None,
-    ) -> None:
+    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
         env_ids = range(len(rewards)) if env_ids is None else env_ids
@@ -217,12 +206,11 @@ class Run:
             self.returns[i] += float(reward)
             self.lengths[i] += 1
             if is_terminated or is_truncated:
-                total, length, self.returns[i], self.lengths[i] = self.returns[i], self.lengths[i], 0.0, 0
-                finite = math.isfinite(total)  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": total if finite else None, "length": length}
+                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
                 self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent.extend([(total, length)] if finite else [])
-                self.episodes += 1
+                self.recent.extend([] if total is None else [(total, self.lengths[i])])
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
@@ -247,8 +235,8 @@ class Run:
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
-        means = [round(math.fsum(column) / len(column), 4) for column in zip(*self.recent, strict=True)]
-        return dict(zip(("episode_return", "episode_length"), means or (None, None), strict=True))
+        means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
+        return dict(zip(("episode_return", "episode_length"), means, strict=True))
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
@@ -257,16 +245,14 @@ class Run:
         return time.perf_counter()
 
     def __exit__(self, kind, error, traceback) -> None:
-        for number in self.handlers:
-            signal.signal(number, signal.SIG_IGN)
-        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt else "failed"
+        self.is_ending = True
+        status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {"script": self.script, "variant": "+".join(self.flags) or "eager", "env_id": self.args.env_id}
-        summary |= {"seed": self.args.seed, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary = {**self.summary, "global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
         summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
@@ -285,10 +271,11 @@ class Run:
 
 
 # ---- Environments ----
-def make_environment(env_id: str) -> gym.Env:
-    """One Gymnasium environment; ends the program with exit status 2 if it can't be made.
+def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed or environment shares them.
 
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    Ends the program with exit status 2 if they can't be made. Notices about the older -v4 models go neither to the
+    terminal nor to a MUJOCO_LOG.TXT in the current folder.
     """
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
@@ -297,12 +284,16 @@ def make_environment(env_id: str) -> gym.Env:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return gym.make(env_id, disable_env_checker=True)
+            envs = [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (gym.error.Error, ImportError) as error:
-        nearest = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = env_id in gym.registry
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
+        env.action_space.seed(seed)
+    return envs, seeds[: args.num_envs]
 
 
 def check_continuous_spaces(env: gym.Env) -> None:
@@ -313,15 +304,6 @@ def check_continuous_spaces(env: gym.Env) -> None:
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
         fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
-
-
-def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
-    """The environments, and the seeds of their first resets: no other seed or environment shares them."""
-    envs = [make_environment(args.env_id) for _ in range(args.num_envs)]
-    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
-    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
-        env.action_space.seed(seed)
-    return envs, seeds[: args.num_envs]
 
 
 # ---- Networks ----
@@ -373,51 +355,50 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 
 # ---- Replay ----
 class ReplayRing:
-    """The last `capacity` transitions of `num_envs` environments, on `device`, with each observation held once.
+    """A ring of the last transitions, on `device`, sampled uniformly with replacement; it holds each observation once.
 
-    Transition n, counted from 0, lies in slot n % slots. Its next observation is the observation of transition
-    n + num_envs, the same environment's next. Only where an episode was truncated does `next_slot` point elsewhere: to
-    a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated episode's.)
+    Transition n, counted from 0 with the environments taking turns, lies in slot n % slots. Its next observation is the
+    observation of transition n + num_envs, the same environment's next. Only where an episode was truncated does
+    `next_slot` point elsewhere: to a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated one.)
 
-    The host stages up to `rows` transitions, and `upload` sends them in one copy. `write`, `draw` and `sample` work on
-    tensors of fixed address and shape, so that they can be a part of a compiled and captured step. The transitions of
-    `batches` updates, of shape [updates, batch_size], are drawn at once, before those still to come have been written.
+    The host stages a block of transitions, those between two updates (or sets of them, with many environments), and
+    `upload` sends it in one copy. `write`, `draw` and `sample` work on tensors of fixed address and shape, so that they
+    can be a part of a compiled and captured step. The batches that follow a block are drawn at once, some of their
+    transitions before they are there.
     """
 
-    def __init__(
-        self, capacity: int, env: gym.Env, num_envs: int, rows: int, batches: tuple[int, int], device: torch.device
-    ):
-        self.capacity, self.num_envs, self.device = capacity, num_envs, device
-        self.slots = max(capacity, rows) + num_envs  # beyond the capacity: the newest next observations
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
+        self.batch_size, self.device, self.added = args.batch_size, device, 0
+        self.num_envs, frequency = args.num_envs, getattr(args, "train_frequency", 1)
+        rows, batches = -(-frequency // args.num_envs) * args.num_envs, -(-args.num_envs // frequency)  # at the most
+        self.slots = max(self.capacity, rows) + args.num_envs  # beyond the capacity: the newest next observations
         longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        copies = min(self.slots // longest + num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
-        self.copies, self.owners = copies, deque(maxlen=copies - 2 * rows)
-        self.added = self.truncations = self.filled = 0
+        self.copies = min(self.slots // longest + args.num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
+        self.owners, self.truncations = deque(maxlen=self.copies - 2 * rows), 0
 
         # Slot `slots` is where rows that are not in use go; the copies follow it
         observation_dim, self.action_shape = env.observation_space.shape[0], env.action_space.shape
         dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
-        self.observations = torch.zeros(self.slots + 1 + copies, observation_dim, dtype=dtype, device=device)
-        self.transitions = TensorDict(
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots + 1 + self.copies, observation_dim, dtype=dtype, device=device),
             action=torch.zeros(self.slots + 1, *self.action_shape, device=device),
             reward=torch.zeros(self.slots + 1, device=device),
             terminated=torch.zeros(self.slots + 1, dtype=torch.bool, device=device),
             next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
-            batch_size=[self.slots + 1],
         )
-        self.nbytes = self.observations.nbytes + sum(field.nbytes for field in self.transitions.values())
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
         self.written, self.oldest, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(3))
-        self.drawn = torch.zeros(batches, dtype=torch.long, device=device)
+        self.drawn = torch.zeros(batches, self.batch_size, dtype=torch.long, device=device)
 
         # A staged row: observation, next observation, action, reward, terminated, number of its copy or 0, in use
         self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 4]
         self.staged, self.incoming = mirrored(rows, sum(self.widths), device=device)
-        self.host_columns = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.row = torch.arange(rows, device=device)
-        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.columns, self.filled = [column.numpy() for column in self.staged.split(self.widths, 1)], 0
+        self.row, self.sent = torch.arange(rows, device=device), torch.cuda.Event() if device.type == "cuda" else None
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
-        """Stages a transition, the environments taking turns."""
+        """Stages a transition."""
         copy = 0
         if truncated and not terminated:
             copy = 1 + self.truncations % self.copies
@@ -428,15 +409,15 @@ class ReplayRing:
                 if self.owners[0] >= self.added - self.capacity:
                     warnings.warn("episodes truncated before the environment's limit shorten the replay", stacklevel=2)
             self.owners.append(self.added)
-        self.added += 1
-        observations, next_observations, actions, rest = self.host_columns
+        observations, next_observations, actions, rest = self.columns
         if self.filled == 0:
             if self.sent is not None:
-                self.sent.synchronize()
-            rest[:, -1] = 0  # none is in use
-        row, self.filled = self.filled, self.filled + 1
-        observations[row], next_observations[row], actions[row] = observation, next_observation, action
-        rest[row] = reward, terminated, copy, 1
+                self.sent.synchronize()  # only then may what was sent be overwritten
+            rest[:, -1] = 0
+        observations[self.filled], next_observations[self.filled] = observation, next_observation
+        actions[self.filled], rest[self.filled] = action, (reward, terminated, copy, 1)
+        self.filled += 1
+        self.added += 1
 
     def upload(self) -> None:
         """Sends the staged rows to the device."""
@@ -452,11 +433,10 @@ class ReplayRing:
         slot = (self.written + self.row) % self.slots
         next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
         slot, next_slot = (each.masked_fill(in_use == 0, self.slots) for each in (slot, next_slot))
-        self.observations[next_slot] = next_observation.to(self.observations.dtype)
-        self.observations[slot] = observation.to(self.observations.dtype)  # after the other: an episode may have begun
-        values = {"action": action.view(-1, *self.action_shape), "reward": reward, "terminated": terminated}
-        for name, value in (values | {"next_slot": next_slot}).items():
-            self.transitions[name][slot] = value.to(self.transitions[name].dtype)
+        self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
+        values = (observation, action.view(-1, *self.action_shape), reward, terminated, next_slot)
+        for field, value in zip(self.fields.values(), values, strict=True):
+            field[slot] = value.to(field.dtype)  # the observation after that next one: an episode may have begun
         self.written.add_(in_use.sum().long())
         self.incoming[:, -1] = 0
 
@@ -472,22 +452,16 @@ class ReplayRing:
         return self.drawn.max()
 
     def sample(self) -> dict[str, torch.Tensor]:
-        """The next of the batches drawn: float32 tensors of [batch_size, ...]."""
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by the names of the fields."""
         number = self.drawn.index_select(0, self.turn).squeeze(0)
         self.turn.copy_((self.turn + 1) % len(self.drawn))
         return self.gather(number)
 
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
         """The transitions of these numbers; [B] -> tensors of [B, ...]."""
-        slot = number % self.slots
-        next_slot = self.transitions["next_slot"][slot].long()
-        return {
-            "observation": self.observations[slot].float(),
-            "next_observation": self.observations[next_slot].float(),
-            "action": self.transitions["action"][slot],
-            "reward": self.transitions["reward"][slot],
-            "terminated": self.transitions["terminated"][slot].float(),
-        }
+        batch = {name: field[number % self.slots] for name, field in self.fields.items()}
+        batch["next_observation"] = self.fields["observation"][batch.pop("next_slot").long()]
+        return {name: value.float() for name, value in batch.items()}
 
 
 # ---- Flat parameters ----
@@ -513,12 +487,12 @@ class FlatModule:
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat).values())
+        self.put([*self.split(flat).values()])
         output = self.module(*inputs)
         self.put(own)
         return output
 
-    def put(self, parameters: Iterable[torch.Tensor]) -> None:
+    def put(self, parameters: Sequence[torch.Tensor]) -> None:
         """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
             owner[name] = parameter
@@ -543,7 +517,7 @@ class Adam:
 
 
 # ---- Compilation and capture ----
-def warm_up(steps: Iterable[Callable], agent, run: Run) -> None:
+def warm_up(steps: Sequence, agent, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
@@ -564,8 +538,8 @@ class CompiledSACAgent:
     tensors of fixed address, so that a captured graph is replayed without copies.
     """
 
-    def __init__(self, args: Args, env: gym.Env, buffer: ReplayRing, device: torch.device):
-        self.args, self.device, self.buffer, self.must_wait = args, device, buffer, True
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
+        self.args, self.device = args, device
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         bounds = (env.action_space.low, env.action_space.high)
         low, high = (torch.as_tensor(bound, dtype=torch.float32, device=device) for bound in bounds)
@@ -577,12 +551,14 @@ class CompiledSACAgent:
         self.critics = torch.stack([self.q_module.flatten(), twin.flatten()]).to(device)
         self.target_critics = self.critics.clone()
         self.log_alpha = torch.tensor(0.0 if args.autotune else math.log(max(args.alpha, 1e-30)), device=device)
-        self.actor_optimizer, self.critic_optimizer = Adam(self.actor, args.policy_lr), Adam(self.critics, args.q_lr)
-        self.alpha_optimizer = Adam(self.log_alpha, args.q_lr)
-        names = ("qf_loss", "actor_loss", *["alpha_loss"] * args.autotune, "alpha")
+        self.actor_optimizer = Adam(self.actor, lr=args.policy_lr)
+        self.critic_optimizer = Adam(self.critics, lr=args.q_lr)
+        self.alpha_optimizer = Adam(self.log_alpha, lr=args.q_lr)
+        names = ("qf_loss", "actor_loss", "alpha", *["alpha_loss"] * args.autotune)
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
+        self.buffer, self.must_wait = buffer, True
 
     def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
@@ -595,13 +571,10 @@ class CompiledSACAgent:
 
     def act(self, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, and `must_wait`; [num_envs, observation_dim] -> [num_envs, A]."""
-        self.host_observation.numpy()[:] = observation
+        self.host_observation.copy_(torch.as_tensor(observation))
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
-        self.host_outbox.copy_(self.outbox, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        *action, self.must_wait = self.host_outbox.tolist()
+        *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
         return np.array(action, np.float32).reshape(-1, self.action_dim)
 
     def choose(self) -> None:
@@ -643,7 +616,7 @@ class CompiledSACAgent:
         """One step of the optimiser on a loss, a method, under whose name it is logged."""
         gradient, loss = grad_and_value(loss_function)(parameters, batch)
         optimizer.step(gradient)
-        self.losses[loss_function.__name__].copy_(loss)
+        self.losses[loss_function.__name__].copy_(loss.detach())
 
     def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool, targets_are_due: bool) -> None:
         """One update of everything that is due."""
@@ -655,7 +628,7 @@ class CompiledSACAgent:
                     self.minimize(self.alpha_loss, self.log_alpha, self.alpha_optimizer, batch)
         if targets_are_due:
             self.update_targets()
-        self.losses["alpha"].copy_(self.log_alpha.exp())
+        self.losses["alpha"].copy_(self.log_alpha.detach().exp())
 
     def update_targets(self) -> None:
         self.target_critics.lerp_(self.critics, self.args.tau)
@@ -673,9 +646,8 @@ def main(args: Args) -> None:
     envs, seeds = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    sizes = {"num_envs": args.num_envs, "rows": args.num_envs, "batches": (args.num_envs, args.batch_size)}
-    buffer = ReplayRing(min(args.buffer_size, args.total_timesteps + args.num_envs), envs[0], **sizes, device=device)
-    agent = CompiledSACAgent(args, envs[0], buffer, device)
+    buffer = ReplayRing(args, envs[0], device)
+    agent = CompiledSACAgent(args, envs[0], device, buffer)
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
@@ -691,21 +663,20 @@ def main(args: Args) -> None:
             choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
             learn = torch.compile(learn, fullgraph=True, options=options)
         policy, targets = args.policy_frequency, args.target_network_frequency
-        occurs = {(True, True): True, (False, False): min(policy, targets) > 1}
-        occurs |= {(True, False): policy % targets > 0, (False, True): targets % policy > 0}
-        updates = {kind: functools.partial(learn, *kind) for kind in occurs if occurs[kind]}
+        numbers = range(min(policy * targets, args.total_timesteps + args.num_envs))
+        kinds = dict.fromkeys((n % policy == 0, n % targets == 0) for n in numbers)
+        steps = {"choose": choose} | {kind: functools.partial(learn, *kind) for kind in kinds}
         if args.cudagraphs:
-            choose = CudaGraphModule(choose, warmup=3)
-            updates = {kind: CudaGraphModule(update, warmup=3) for kind, update in updates.items()}
-        agent.choose = choose
+            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
-            warm_up([choose, *updates.values()], agent, run)
+            warm_up([*steps.values()], agent, run)
+        agent.choose = steps.pop("choose")
 
         def update_all() -> None:
             for _ in range(args.num_envs):
                 policy_is_due = run.updates % args.policy_frequency == 0
                 targets_are_due = run.updates % args.target_network_frequency == 0
-                updates[policy_is_due, targets_are_due]()
+                steps[policy_is_due, targets_are_due]()
                 run.updates += 1
 
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]

@@ -32,9 +32,9 @@ def pair(script, eager_class, compiled_class, networks, **arguments):
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
     eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
-    ring = compiled_module.ReplayRing(common["buffer_size"], env, 1, 1, (1, common["batch_size"]), CPU)
+    ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, CPU)
     with torch.no_grad():
-        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, ring, CPU)
+        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU, ring)
     for ours, theirs in networks.items():
         getattr(compiled, ours).copy_(flat(getattr(eager, theirs)))
 

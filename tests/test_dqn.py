@@ -131,6 +131,7 @@ def test_updates_beside_the_environments_make_the_same_run(
     class Early(waiting):
         def must_wait(self, steps):
             self.added_before = self.buffer.added
+            self.device = torch.device("meta")  # a CPU always waits
             return super().must_wait(steps)
 
         def update(self, batch):

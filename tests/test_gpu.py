@@ -111,7 +111,7 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
     module, device = importlib.import_module(script), torch.device("cuda")
     env = gym.make("ToyDiscrete-v0" if script.startswith("dqn") else "ToyContinuous-v0", disable_env_checker=True)
     args = module.Args(buffer_size=1000, batch_size=64)
-    ring = module.ReplayRing(args.buffer_size, env, 1, 1, (1, args.batch_size), device)
+    ring = module.ReplayRing(args, env, device)
     newest, largest = torch.ones(1, dtype=torch.long, device=device), torch.zeros((), device=device)
 
     def step():
@@ -159,8 +159,9 @@ def test_two_observations_give_two_actions_from_a_captured_policy(script):
     env = gym.make("ToyContinuous-v0", disable_env_checker=True)
     args = module.Args(buffer_size=100, batch_size=8)
     torch.manual_seed(0)
-    ring = module.ReplayRing(args.buffer_size, env, 1, 1, (1, args.batch_size), torch.device("cuda"))
-    agent = getattr(module, AGENTS[script])(args, env, ring, torch.device("cuda"))
+    device = torch.device("cuda")
+    ring = module.ReplayRing(args, env, device)
+    agent = getattr(module, AGENTS[script])(args, env, device, ring)
     agent.choose = CudaGraphModule(agent.choose, warmup=3)
 
     def mean_action(value):

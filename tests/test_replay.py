@@ -16,6 +16,14 @@ from dqn_torchcompile import ReplayRing
 CPU = torch.device("cpu")
 
 
+def args_of(capacity, num_envs=1, batch_size=1, train_frequency=1):
+    """What a buffer looks at; a block of transitions is as long as `train_frequency`, or a step of all environments."""
+    return SimpleNamespace(
+        buffer_size=capacity, total_timesteps=10**9, num_envs=num_envs, batch_size=batch_size,
+        train_frequency=train_frequency,
+    )  # fmt: skip
+
+
 def fake_env(limit, discrete=False, dtype=np.float64, observation_dim=3):
     actions = gym.spaces.Discrete(5) if discrete else gym.spaces.Box(-1, 1, (2,))
     observations = gym.spaces.Box(0, 255, (observation_dim,), dtype)
@@ -87,7 +95,7 @@ def draw(ring, newest):
 def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_envs, discrete, limit):
     lengths = MIXED if limit is None else [(3, "terminated"), (5, "truncated"), (5, "terminated and truncated")]
     stream, happened = Stream(num_envs, lengths, discrete), []
-    ring = ReplayRing(20, fake_env(limit, discrete), num_envs, num_envs, (1, 4000), CPU)
+    ring = ReplayRing(args_of(20, num_envs, 4000), fake_env(limit, discrete), CPU)
     for _ in range(60):
         step_all(ring, stream, happened)
         ring.upload()
@@ -108,7 +116,8 @@ def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_
         monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
     lengths = [(1, "truncated")] if limit else MIXED
     stream, happened, earlier = Stream(num_envs, lengths), [], []
-    ring = ReplayRing(capacity, fake_env(limit), num_envs, rows, (1, 500), CPU)
+    ring = ReplayRing(args_of(capacity, num_envs, 500, train_frequency=rows), fake_env(limit), CPU)
+    assert len(ring.staged) == rows
     sizes = [num_envs * (1 + block * 5 % (rows // num_envs)) for block in range(41)]
     for size, next_size in itertools.pairwise(sizes):
         drawn = [*earlier, draw(ring, len(happened) + size)]
@@ -130,7 +139,7 @@ def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_
 def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation():
     """An environment that truncates far earlier than its declared limit leaves fewer copies than truncations."""
     stream, happened = Stream(1, [(1, "truncated"), (2, "truncated")]), []
-    ring = ReplayRing(20, fake_env(50), 1, 1, (1, 500), CPU)
+    ring = ReplayRing(args_of(20, batch_size=500), fake_env(50), CPU)
     for _ in range(100):
         drawn_before = draw(ring, len(happened) + 1)
         step_all(ring, stream, happened)
@@ -145,7 +154,7 @@ def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation()
 
 def test_ring_copies_what_it_is_given():
     """Environments may hand out the same array at each step."""
-    ring, observation, action = ReplayRing(20, fake_env(None), 1, 1, (1, 1), CPU), np.ones(3), np.ones(2)
+    ring, observation, action = ReplayRing(args_of(20), fake_env(None), CPU), np.ones(3), np.ones(2)
     for n in range(3):
         observation[:], action[:] = n, n
         ring.add(observation, observation, action, n, False, False)
@@ -157,7 +166,8 @@ def test_ring_copies_what_it_is_given():
 
 
 def test_draws_are_uniform_and_reach_the_transitions_that_are_still_to_come():
-    ring = ReplayRing(10, fake_env(None), 2, 2, (1, 100_000), CPU)
+    ring = ReplayRing(args_of(10, 2, 50_000), fake_env(None), CPU)
+    assert ring.drawn.shape == (2, 50_000)
     ring.written.fill_(37)
     torch.manual_seed(0)
     counts = torch.bincount(draw(ring, 39) - 29, minlength=10)
@@ -166,13 +176,13 @@ def test_draws_are_uniform_and_reach_the_transitions_that_are_still_to_come():
 
 
 def test_batches_drawn_at_once_are_sampled_in_turn():
-    stream, ring, happened = Stream(2, MIXED), ReplayRing(20, fake_env(None), 2, 2, (3, 8), CPU), []
-    for _ in range(10):
+    stream, ring, happened = Stream(3, MIXED), ReplayRing(args_of(20, 3, 8), fake_env(None), CPU), []
+    for _ in range(7):
         step_all(ring, stream, happened)
         ring.upload()
         ring.write()
     for turns in (2, 3):
-        draw(ring, 20)
+        draw(ring, 21)
         for turn in range(turns):
             rewards = [happened[number][2] for number in ring.drawn[turn].tolist()]
             assert ring.sample()["reward"].tolist() == rewards
@@ -181,20 +191,21 @@ def test_batches_drawn_at_once_are_sampled_in_turn():
 
 def test_ring_memory_is_one_observation_a_transition():
     env = gym.make("CartPole-v1")
-    ring = ReplayRing(10_000, env, 1, 10, (1, 128), CPU)
+    ring = ReplayRing(args_of(10_000, batch_size=128, train_frequency=10), env, CPU)
     assert ring.nbytes < 10_000 * (4 * 4 + 4 + 4 + 1 + 4) * 1.01
-    ring = ReplayRing(10_000, fake_env(1000, discrete=True, dtype=np.uint8, observation_dim=128), 1, 1, (1, 128), CPU)
-    assert ring.observations.dtype == torch.uint8
+    env = fake_env(1000, discrete=True, dtype=np.uint8, observation_dim=128)
+    ring = ReplayRing(args_of(10_000, batch_size=128), env, CPU)
+    assert ring.fields["observation"].dtype == torch.uint8
     assert ring.nbytes < 10_000 * (128 + 4 + 4 + 1 + 4) * 1.01
 
 
 def test_buffer_holds_the_last_transitions_and_samples_all_of_them():
-    buffer, stream, happened = ReplayBuffer(20, fake_env(None), CPU), Stream(1, MIXED), []
+    buffer, stream, happened = ReplayBuffer(args_of(20, batch_size=400), fake_env(None), CPU), Stream(1, MIXED), []
     for _ in range(53):
         (before, action, reward, terminated, truncated, after), _ = stream.step(0)
         happened.append((before, action, reward, terminated, truncated, after))
-        buffer.add(before, after, action, reward, terminated)
-        batch = buffer.sample(400)
+        buffer.add(before, after, action, reward, terminated, truncated)
+        batch = buffer.sample()
         assert {value.dtype for value in batch.values()} == {torch.float32}
         assert set(batch["reward"].tolist()) == {row[2] for row in happened[-20:]}
         for row in range(400):
