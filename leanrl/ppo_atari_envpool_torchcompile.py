@@ -7,7 +7,7 @@
 
 An on-policy method: the policy collects a rollout, generalised advantages say which actions were better than the critic
 had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
-This is `ppo_atari_envpool.py` at full speed: graphs act and update, and half of the games emulate meanwhile.
+This is `ppo_atari_envpool.py` at full speed: graphs act and update, and on a GPU half of the games emulate meanwhile.
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1 --compile --cudagraphs
 
@@ -307,6 +307,14 @@ class Emulators:
         self.valid = ~(terminated | truncated)
 
 
+def group_size(num_envs: int, device: torch.device) -> int:
+    """Half of the environments, so that one half emulates while the policy acts for the other; on a CPU, all of them.
+
+    There both want the same cores, and taking turns costs more than it saves.
+    """
+    return num_envs // 2 if device.type == "cuda" and num_envs % 2 == 0 else num_envs
+
+
 # ---- Networks ----
 def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
     """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
@@ -449,8 +457,8 @@ class CompiledAtariPPOAgent:
 
     The steps that `main` compiles and captures (`choose`, `prepare` and `update`) take no tensor and return none: they
     work on tensors of fixed address, so that a captured graph is replayed without copies. The rollout's observations
-    are kept with the channels last, as convolutions are fastest. A call of `choose` acts for one group of the
-    environments, of `group_size`.
+    are kept with the channels last, as convolutions are fastest. The environments are in groups of `group_size`, which
+    take turns: a call of `choose` acts for one of them.
     """
 
     def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
@@ -459,17 +467,19 @@ class CompiledAtariPPOAgent:
         self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
         self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
         self.host_action, self.action = mirrored(group_size, device=device)
+        channels, *image = FRAMES
+        self.images = torch.zeros(group_size, *image, channels, dtype=torch.uint8, device=device)
         self.module = FlatModule(AtariActorCritic(actions))
         self.network = self.module.flatten().to(device)
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
-        size, (channels, *image) = args.num_steps * args.num_envs, FRAMES
+        size = args.num_steps * args.num_envs
         names = ("action", "log_prob", "value", "advantage", "return")
         self.batch = {name: torch.zeros(size, device=device) for name in names}
         self.batch["observation"] = torch.zeros(size, *image, channels, dtype=torch.uint8, device=device)
         self.batch["valid"] = self.rollout.tensors["valid"].flatten()
         minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
         self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
-        self.group, self.row = torch.arange(group_size, device=device), torch.zeros(1, dtype=torch.long, device=device)
+        self.rows = torch.arange(group_size, device=device)  # of the rollout, which the next call of `choose` enters
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -483,9 +493,12 @@ class CompiledAtariPPOAgent:
         self.host_observation[numbers].numpy()[:] = observation
         self.observation[numbers].copy_(self.host_observation[numbers], non_blocking=True)
 
-    def act(self, numbers: slice, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions of the group whose turn it is; [group_size, 4, 84, 84] -> [group_size]."""
+    def act(self, t: int, numbers: slice, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions of step t of the environments of these numbers; [group_size, 4, 84, 84] -> [group_size]."""
         self.see(numbers, observation)
+        images = self.batch["observation"].unflatten(0, (self.args.num_steps, self.args.num_envs))[t, numbers]
+        self.images.copy_(self.observation[numbers].permute(0, 2, 3, 1))
+        images.copy_(self.images)  # here, as Inductor's kernel would look up the place anew for each byte
         self.choose()
         self.host_action.copy_(self.action, non_blocking=True)
         if self.device.type == "cuda":
@@ -493,18 +506,15 @@ class CompiledAtariPPOAgent:
         return self.host_action.numpy()
 
     def choose(self) -> None:
-        """Acts for the next group, and enters what it saw and did in the rollout, in which the groups take turns."""
-        rows = (self.row + self.group) % len(self.batch["action"])
-        self.row.add_(len(self.group))
-        observation = self.observation[rows % self.args.num_envs].contiguous(memory_format=torch.channels_last)
-        logits, value = self.policy_and_value(self.network, observation)
+        """Acts on `images`, and enters what it did in the rollout, in the rows of the group whose turn it is."""
+        logits, value = self.policy_and_value(self.network, self.images.permute(0, 3, 1, 2))
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
-        chosen = {"action": action.float(), "log_prob": log_prob, "value": value}
-        for name, tensor in (chosen | {"observation": observation.permute(0, 2, 3, 1)}).items():
-            self.batch[name][rows] = tensor
         self.action.copy_(action)
+        for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
+            self.batch[name][self.rows] = tensor
+        self.rows.copy_((self.rows + len(self.rows)) % len(self.batch["action"]))
 
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and draws the minibatches.
@@ -513,8 +523,9 @@ class CompiledAtariPPOAgent:
         in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
-        observation = self.observation.contiguous(memory_format=torch.channels_last)
-        _, last_value = self.policy_and_value(self.network, observation)
+        _, last_value = self.policy_and_value(
+            self.network, self.observation.contiguous(memory_format=torch.channels_last)
+        )
         value = self.batch["value"].view(args.num_steps, args.num_envs)
         next_value = torch.cat([value[1:], last_value[None]])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
@@ -525,7 +536,6 @@ class CompiledAtariPPOAgent:
         order = torch.rand(args.update_epochs, args.num_steps * args.num_envs, device=self.device).argsort(1)
         self.order.copy_(order.view(self.order.shape))
         self.turn.zero_()
-        self.row.zero_()
 
     def evaluate(
         self, network, observation: torch.Tensor, action: torch.Tensor
@@ -588,7 +598,7 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     seeds = (np.random.SeedSequence(args.seed).generate_state(args.num_envs) // 2).tolist()  # below 2**31
-    size = args.num_envs // 2 if args.num_envs % 2 == 0 else args.num_envs  # while one half emulates, the other acts
+    size = group_size(args.num_envs, device)
     groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledAtariPPOAgent(args, int(groups[0].pool.action_space.n), size, device)
@@ -619,7 +629,7 @@ def main(args: Args) -> None:
                 # Step and store
                 if t > 0:
                     games.receive(agent.rollout.arrays, t - 1, run)
-                games.pool.send(agent.act(games.numbers, games.observation))
+                games.pool.send(agent.act(t, games.numbers, games.observation))
             t += 1
 
             # Learn from a full rollout (the last one may not get full)

@@ -15,6 +15,7 @@ import probes
 from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat
 from conftest import read_run
 from pools import Counting, Probing
+from ppo_atari_envpool_torchcompile import group_size
 
 EAGER, COMPILED = "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"
 SCRIPTS = [EAGER, COMPILED]
@@ -44,6 +45,8 @@ def play(launch, monkeypatch):
     def play(script, *flags, **more):
         monkeypatch.setattr(importlib.import_module(script), "make_pool", Counting)
         monkeypatch.setattr(importlib.import_module(script), "AtariActorCritic", CoarseActorCritic)
+        if script == COMPILED:  # as on a GPU
+            monkeypatch.setattr(importlib.import_module(script), "group_size", lambda n, _: n if n % 2 else n // 2)
         Counting.forget()
         run = launch(script, *SMALL, *flags, env_id="Scripted-v5", **more)
         run.made, run.rows, run.games = list(Counting.made), list(Counting.rows), list(Counting.games)
@@ -114,6 +117,11 @@ def test_the_rollout_holds_each_step_once_and_marks_resets(play, monkeypatch, sc
         assert (whole["terminated"][t, n], whole["truncated"][t, n]) == (terminated, truncated)
     assert 0 < (whole["valid"] == 0).sum() < whole["valid"].size / 2
     assert len(np.unique(whole["log_prob"])) > 100 and len(np.unique(whole["value"])) > 100
+
+
+def test_halves_on_a_gpu_and_one_group_on_a_cpu():
+    sizes = [[group_size(n, torch.device(kind)) for n in (1, 2, 5, 8, 1024)] for kind in ("cpu", "cuda")]
+    assert sizes == [[1, 2, 5, 8, 1024], [1, 1, 5, 4, 512]]
 
 
 @each_script
@@ -362,7 +370,7 @@ def test_actions_are_sampled_from_the_policy(script):
         chosen = []
         for t in range(4):
             chosen.append(
-                eager.act(t, observation) if script == EAGER else compiled.act(slice(0, 200), observation).copy()
+                eager.act(t, observation) if script == EAGER else compiled.act(t, slice(0, 200), observation).copy()
             )
     chances = logits.softmax(1)[0].numpy()
     assert np.bincount(np.concatenate(chosen).astype(int), minlength=4) / 800 == pytest.approx(chances, abs=0.06)

@@ -253,11 +253,11 @@ def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
     agent.choose = CudaGraphModule(choose, warmup=3)
     for _ in range(5):
         agent.choose()
-    agent.row.zero_()
+    agent.rows.copy_(torch.arange(2))
     rewards = np.random.default_rng(0)
     images = rewards.integers(0, 256, (8, 4, 4, 84, 84), np.uint8)
     actions = np.stack(
-        [np.concatenate([agent.act(slice(n, n + 2), images[t, n : n + 2]).copy() for n in (0, 2)]) for t in range(8)]
+        [np.concatenate([agent.act(t, slice(n, n + 2), images[t, n : n + 2]).copy() for n in (0, 2)]) for t in range(8)]
     )
     kept = agent.batch["observation"].view(8, 4, 84, 84, 4).permute(0, 1, 4, 2, 3)
     assert torch.equal(kept.cpu(), torch.as_tensor(images))
