@@ -113,10 +113,11 @@ def scripts_table(results: Path) -> str:
         rows.append(
             [title, f"[`{script}.py`](leanrl/{script}.py)", f"[`…_torchcompile.py`](leanrl/{compiled}.py)", task]
         )
-        groups = {key[3]: group for key, group in learned.items() if key[:2] == (task, compiled) and "," not in key[2]}
-        steps = max(groups, default=None)
-        reached = mean_and_deviation([result["return_last_100"] for result in groups[steps]]) if groups else ""
-        rows[-1] += [reached, f"{steps:,}" if groups else "", str(len(groups[steps])) if groups else ""]
+        groups = [(*key[2:], group) for key, group in learned.items() if key[:2] == (task, compiled)]
+        groups = [(steps, len(group), group) for variant, steps, group in groups if "," not in variant]  # defaults
+        steps, seeds, group = max(groups, key=lambda each: each[:2], default=(0, 0, []))
+        reached = mean_and_deviation([result["return_last_100"] for result in group]) if group else ""
+        rows[-1] += [reached, f"{steps:,}" if group else "", str(seeds) if group else ""]
         for lines in speeds:
             own = {line["variant"]: line for line in lines if line["script"] == script and line["runs"]}
             others = [line for variant, line in own.items() if variant != "eager"]

@@ -10,7 +10,7 @@ This is the eager reference; `ppo_atari_envpool_torchcompile.py` is the same alg
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5 --seed 1
 
-Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. Our own are in the README.
+Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. See the README for ours.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
@@ -49,7 +49,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
+    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 8
@@ -113,7 +113,7 @@ def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
     rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
@@ -171,6 +171,7 @@ class Run:
                 if not os.path.isdir(self.folder):
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         if args.track:
             import wandb
 
@@ -180,7 +181,6 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -271,19 +271,20 @@ def make_pool(env_id: str, seeds: Sequence[int]):
 
     To the agent each life is an episode, and rewards are cut to their sign; `info` has the game's own ends and rewards.
     """
-    options = {"env_seed": list(seeds), "full_action_space": False, "episodic_life": True, "reward_clip": True}
-    try:
-        return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
-    except (AssertionError, TypeError):  # unknown to EnvPool; no Atari game, which takes other options
-        nearest = ", ".join(difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.4)) or "none"
-        fail("env_id", env_id, f"must be an Atari game of EnvPool's, as Pong-v5; nearest names: {nearest}")
+    specs = envpool.registration.registry.specs.items()
+    games = [name for name, (module, *_) in specs if module == "envpool.atari"]
+    if env_id not in games:
+        nearest = ", ".join(difflib.get_close_matches(env_id, games, cutoff=0.4)) or "none"
+        fail("env_id", env_id, f"must be an Atari game of EnvPool's, such as Pong-v5; nearest names: {nearest}")
+    options = {"env_seed": list(seeds), "episodic_life": True, "reward_clip": True}
+    return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
 
 
 class Emulators:
-    """Games side by side, from number `first` on. A step after an episode's end only resets: it is not valid."""
+    """Games side by side, with numbers from `first` on. A step after an episode's end only resets: it is not valid."""
 
     def __init__(self, env_id: str, seeds: Sequence[int], first: int):
-        self.pool, self.numbers = make_pool(env_id, seeds), slice(first, first + len(seeds))
+        self.pool, self.env_ids = make_pool(env_id, seeds), slice(first, first + len(seeds))
         self.observation, _ = self.pool.reset()
         self.valid = np.ones(len(seeds), bool)
 
@@ -292,9 +293,9 @@ class Emulators:
         self.observation, rewards, terminated, truncated, info = self.pool.recv()
         step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
         for name, values in step.items():
-            rollout[name][t, self.numbers] = values
-        numbers = np.arange(self.numbers.start, self.numbers.stop)
-        game = (info["reward"], info["terminated"], truncated, numbers)
+            rollout[name][t, self.env_ids] = values
+        env_ids = np.arange(self.env_ids.start, self.env_ids.stop)
+        game = (info["reward"], info["terminated"], truncated, env_ids)
         run.step(*(values[self.valid].tolist() for values in game))
         self.valid = ~(terminated | truncated)
 
@@ -369,7 +370,9 @@ class AtariPPOAgent:
         self.observations = torch.zeros(args.num_steps, args.num_envs, *FRAMES, dtype=torch.uint8, device=device)
         self.network = AtariActorCritic(actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
-        self.losses = {}
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the actions, and the value; [B, 4, 84, 84] -> [B, actions], [B]."""
@@ -383,10 +386,9 @@ class AtariPPOAgent:
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
-        chosen = {"action": action, "log_prob": log_prob, "value": value}
-        for name, tensor in chosen.items():
+        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
             self.rollout.arrays[name][t] = tensor.cpu().numpy()
-        return action.cpu().numpy()
+        return self.rollout.arrays["action"][t]
 
     @torch.no_grad()
     def prepare(self, observation: np.ndarray) -> None:
@@ -397,14 +399,15 @@ class AtariPPOAgent:
         """
         args, rollout = self.args, self.rollout.tensors
         _, last_value = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
-        next_value = torch.cat([rollout["value"][1:], last_value[None]])
+        value = rollout["value"]
+        next_value = torch.cat([value[1:], last_value[None]])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = target - rollout["value"]
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = target - value
         for t in reversed(range(args.num_steps - 1)):
-            advantage[t] += args.gamma * args.gae_lambda * goes_on[t] * advantage[t + 1]
+            advantage[t] += args.gamma * args.gae_lambda * not_done[t] * advantage[t + 1]
         batch = {name: rollout[name] for name in ("action", "log_prob", "value", "valid")}
-        batch |= {"observation": self.observations, "advantage": advantage, "return": advantage + rollout["value"]}
+        batch |= {"observation": self.observations, "advantage": advantage, "return": advantage + value}
         self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
     def evaluate(
@@ -433,15 +436,15 @@ class AtariPPOAgent:
             advantage = advantage - mean(advantage)
             variance = mean(advantage.square()) * count / (count - 1).clamp(min=1)
             advantage = advantage / (variance.sqrt() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
         policy_loss = -mean(torch.minimum(ratio * advantage, clipped_ratio * advantage))
         squared_error = (value - returns).square()
         if args.clip_vloss:
-            clipped_value = old_value + (value - old_value).clamp(-args.clip_coef, args.clip_coef)
+            clipped_value = old_value + (value - old_value).clamp(-self.clip_coef, self.clip_coef)
             squared_error = torch.maximum(squared_error, (clipped_value - returns).square())
         value_loss, entropy = 0.5 * mean(squared_error), mean(entropy)
         approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = mean(((ratio - 1).abs() > args.clip_coef).float())
+        clip_fraction = mean(((ratio - 1).abs() > self.clip_coef).float())
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
@@ -453,7 +456,8 @@ class AtariPPOAgent:
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
-        self.losses = {name: tensor.detach() for name, tensor in logged.items()}
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor.detach())
 
 
 def main(args: Args) -> None:
@@ -495,7 +499,7 @@ def main(args: Args) -> None:
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
                 t, first_step = 0, run.global_step
-            run.log(agent.losses, learning_rate)
+            run.log(agent.losses if run.updates else {}, learning_rate)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ This is `ppo_atari_envpool.py` at full speed: graphs act and update, and on a GP
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1 --compile --cudagraphs
 
-Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. Our own are in the README.
+Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. See the README for ours.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
@@ -52,7 +52,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
+    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 8
@@ -121,7 +121,7 @@ def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
     rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
@@ -179,6 +179,7 @@ class Run:
                 if not os.path.isdir(self.folder):
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         if args.track:
             import wandb
 
@@ -188,7 +189,6 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -279,19 +279,20 @@ def make_pool(env_id: str, seeds: Sequence[int]):
 
     To the agent each life is an episode, and rewards are cut to their sign; `info` has the game's own ends and rewards.
     """
-    options = {"env_seed": list(seeds), "full_action_space": False, "episodic_life": True, "reward_clip": True}
-    try:
-        return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
-    except (AssertionError, TypeError):  # unknown to EnvPool; no Atari game, which takes other options
-        nearest = ", ".join(difflib.get_close_matches(env_id, envpool.list_all_envs(), cutoff=0.4)) or "none"
-        fail("env_id", env_id, f"must be an Atari game of EnvPool's, as Pong-v5; nearest names: {nearest}")
+    specs = envpool.registration.registry.specs.items()
+    games = [name for name, (module, *_) in specs if module == "envpool.atari"]
+    if env_id not in games:
+        nearest = ", ".join(difflib.get_close_matches(env_id, games, cutoff=0.4)) or "none"
+        fail("env_id", env_id, f"must be an Atari game of EnvPool's, such as Pong-v5; nearest names: {nearest}")
+    options = {"env_seed": list(seeds), "episodic_life": True, "reward_clip": True}
+    return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
 
 
 class Emulators:
-    """Games side by side, from number `first` on. A step after an episode's end only resets: it is not valid."""
+    """Games side by side, with numbers from `first` on. A step after an episode's end only resets: it is not valid."""
 
     def __init__(self, env_id: str, seeds: Sequence[int], first: int):
-        self.pool, self.numbers = make_pool(env_id, seeds), slice(first, first + len(seeds))
+        self.pool, self.env_ids = make_pool(env_id, seeds), slice(first, first + len(seeds))
         self.observation, _ = self.pool.reset()
         self.valid = np.ones(len(seeds), bool)
 
@@ -300,17 +301,17 @@ class Emulators:
         self.observation, rewards, terminated, truncated, info = self.pool.recv()
         step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
         for name, values in step.items():
-            rollout[name][t, self.numbers] = values
-        numbers = np.arange(self.numbers.start, self.numbers.stop)
-        game = (info["reward"], info["terminated"], truncated, numbers)
+            rollout[name][t, self.env_ids] = values
+        env_ids = np.arange(self.env_ids.start, self.env_ids.stop)
+        game = (info["reward"], info["terminated"], truncated, env_ids)
         run.step(*(values[self.valid].tolist() for values in game))
         self.valid = ~(terminated | truncated)
 
 
 def group_size(num_envs: int, device: torch.device) -> int:
-    """Half of the environments, so that one half emulates while the policy acts for the other; on a CPU, all of them.
+    """Half of the environments, so that one half emulates while the policy acts for the other.
 
-    There both want the same cores, and taking turns costs more than it saves.
+    All of them if their number is odd, and on a CPU, where emulation and policy compete for the same cores.
     """
     return num_envs // 2 if device.type == "cuda" and num_envs % 2 == 0 else num_envs
 
@@ -457,8 +458,8 @@ class CompiledAtariPPOAgent:
 
     The steps that `main` compiles and captures (`choose`, `prepare` and `update`) take no tensor and return none: they
     work on tensors of fixed address, so that a captured graph is replayed without copies. The rollout's observations
-    are kept with the channels last, as convolutions are fastest. The environments are in groups of `group_size`, which
-    take turns: a call of `choose` acts for one of them.
+    are kept with the channels last, which is fastest for convolutions. The environments are in groups of `group_size`
+    that take turns: a call of `choose` acts for one of them.
     """
 
     def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
@@ -483,21 +484,22 @@ class CompiledAtariPPOAgent:
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the actions, and the value; [B, 4, 84, 84] -> [B, actions], [B]."""
         return self.module(network, observation)
 
-    def see(self, numbers: slice, observation: np.ndarray) -> None:
-        """Sends the newest observations of the environments of these numbers to the device; [group_size, 4, 84, 84]."""
-        self.host_observation[numbers].numpy()[:] = observation
-        self.observation[numbers].copy_(self.host_observation[numbers], non_blocking=True)
+    def observe(self, env_ids: slice, observation: np.ndarray) -> None:
+        """Sends the newest observations of these environments to the device; [group_size, 4, 84, 84]."""
+        self.host_observation[env_ids].numpy()[:] = observation
+        self.observation[env_ids].copy_(self.host_observation[env_ids], non_blocking=True)
 
-    def act(self, t: int, numbers: slice, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions of step t of the environments of these numbers; [group_size, 4, 84, 84] -> [group_size]."""
-        self.see(numbers, observation)
-        images = self.batch["observation"].unflatten(0, (self.args.num_steps, self.args.num_envs))[t, numbers]
-        self.images.copy_(self.observation[numbers].permute(0, 2, 3, 1))
+    def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
+        self.observe(env_ids, observation)
+        images = self.batch["observation"].unflatten(0, (self.args.num_steps, self.args.num_envs))[t, env_ids]
+        self.images.copy_(self.observation[env_ids].permute(0, 2, 3, 1))
         images.copy_(self.images)  # here, as Inductor's kernel would look up the place anew for each byte
         self.choose()
         self.host_action.copy_(self.action, non_blocking=True)
@@ -529,8 +531,8 @@ class CompiledAtariPPOAgent:
         value = self.batch["value"].view(args.num_steps, args.num_envs)
         next_value = torch.cat([value[1:], last_value[None]])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * goes_on)
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
         for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
             self.batch[name].copy_(estimate.flatten())
         order = torch.rand(args.update_epochs, args.num_steps * args.num_envs, device=self.device).argsort(1)
@@ -563,15 +565,15 @@ class CompiledAtariPPOAgent:
             advantage = advantage - mean(advantage)
             variance = mean(advantage.square()) * count / (count - 1).clamp(min=1)
             advantage = advantage / (variance.sqrt() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
         policy_loss = -mean(torch.minimum(ratio * advantage, clipped_ratio * advantage))
         squared_error = (value - returns).square()
         if args.clip_vloss:
-            clipped_value = old_value + (value - old_value).clamp(-args.clip_coef, args.clip_coef)
+            clipped_value = old_value + (value - old_value).clamp(-self.clip_coef, self.clip_coef)
             squared_error = torch.maximum(squared_error, (clipped_value - returns).square())
         value_loss, entropy = 0.5 * mean(squared_error), mean(entropy)
         approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = mean(((ratio - 1).abs() > args.clip_coef).float())
+        clip_fraction = mean(((ratio - 1).abs() > self.clip_coef).float())
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
@@ -585,7 +587,7 @@ class CompiledAtariPPOAgent:
         gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
-            self.losses[name].copy_(tensor)
+            self.losses[name].copy_(tensor.detach())
 
 
 @torch.no_grad()
@@ -629,14 +631,14 @@ def main(args: Args) -> None:
                 # Step and store
                 if t > 0:
                     games.receive(agent.rollout.arrays, t - 1, run)
-                games.pool.send(agent.act(t, games.numbers, games.observation))
+                games.pool.send(agent.act(t, games.env_ids, games.observation))
             t += 1
 
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps:
                 for games in groups:
                     games.receive(agent.rollout.arrays, t - 1, run)
-                    agent.see(games.numbers, games.observation)
+                    agent.observe(games.env_ids, games.observation)
                 if args.anneal_lr:
                     learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, first_step)
                     agent.optimizer.lr.fill_(learning_rate)

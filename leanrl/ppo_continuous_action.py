@@ -47,7 +47,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
+    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 1
@@ -111,7 +111,7 @@ def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
     rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
@@ -169,6 +169,7 @@ class Run:
                 if not os.path.isdir(self.folder):
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         if args.track:
             import wandb
 
@@ -178,7 +179,6 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -408,7 +408,9 @@ class ContinuousPPOAgent:
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
         self.network = GaussianActorCritic(observation_dim, action_dim).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
-        self.losses = {}
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def normalize(self, observation: np.ndarray) -> np.ndarray:
         """Takes raw observations into the statistics, and normalises them; [N, observation_dim]."""
@@ -445,15 +447,15 @@ class ContinuousPPOAgent:
 
         A truncated episode's last value is that of its true last observation; a terminated one's is 0.
         """
-        args, rollout = self.args, self.rollout.tensors
+        args, rollout, value = self.args, self.rollout.tensors, self.rollout.tensors["value"]
         *_, next_value = self.policy_and_value(self.network, rollout["next_observation"])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = target - rollout["value"]
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = target - value
         for t in reversed(range(args.num_steps - 1)):
-            advantage[t] += args.gamma * args.gae_lambda * goes_on[t] * advantage[t + 1]
+            advantage[t] += args.gamma * args.gae_lambda * not_done[t] * advantage[t + 1]
         batch = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
-        batch |= {"advantage": advantage, "return": advantage + rollout["value"]}
+        batch |= {"advantage": advantage, "return": advantage + value}
         self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
 
     def evaluate(
@@ -471,15 +473,15 @@ class ContinuousPPOAgent:
         ratio = log_ratio.exp()
         if args.norm_adv:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
         policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
         squared_error = (value - batch["return"]).square()
         if args.clip_vloss:
-            clipped_value = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
+            clipped_value = batch["value"] + (value - batch["value"]).clamp(-self.clip_coef, self.clip_coef)
             squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
         value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
         approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = ((ratio - 1).abs() > args.clip_coef).float().mean()
+        clip_fraction = ((ratio - 1).abs() > self.clip_coef).float().mean()
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
@@ -491,7 +493,8 @@ class ContinuousPPOAgent:
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
-        self.losses = {name: tensor.detach() for name, tensor in logged.items()}
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor.detach())
 
 
 def main(args: Args) -> None:
@@ -549,7 +552,7 @@ def main(args: Args) -> None:
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
-            run.log(agent.losses, learning_rate)
+            run.log(agent.losses if run.updates else {}, learning_rate)
 
 
 if __name__ == "__main__":

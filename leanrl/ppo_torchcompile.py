@@ -51,7 +51,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "CartPole-v1"
-    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
+    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 4
@@ -120,7 +120,7 @@ def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
     rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
@@ -178,6 +178,7 @@ class Run:
                 if not os.path.isdir(self.folder):
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         if args.track:
             import wandb
 
@@ -187,7 +188,6 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):
@@ -467,6 +467,7 @@ class CompiledPPOAgent:
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
@@ -496,8 +497,8 @@ class CompiledPPOAgent:
         log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
         _, next_value = self.policy_and_value(self.network, rollout["next_observation"])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        goes_on = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * goes_on)
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
         estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate.flatten())
@@ -522,15 +523,15 @@ class CompiledPPOAgent:
         ratio = log_ratio.exp()
         if args.norm_adv:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
         policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
         squared_error = (value - batch["return"]).square()
         if args.clip_vloss:
-            clipped_value = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
+            clipped_value = batch["value"] + (value - batch["value"]).clamp(-self.clip_coef, self.clip_coef)
             squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
         value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
         approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = ((ratio - 1).abs() > args.clip_coef).float().mean()
+        clip_fraction = ((ratio - 1).abs() > self.clip_coef).float().mean()
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
@@ -543,7 +544,7 @@ class CompiledPPOAgent:
         gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
-            self.losses[name].copy_(tensor)
+            self.losses[name].copy_(tensor.detach())
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: of Gymnasium, in the Atari scripts of EnvPool"""
+    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 1
@@ -106,7 +106,7 @@ def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
     rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    minibatches = f"must divide a rollout of {rollout} into minibatches above 1"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
@@ -164,6 +164,7 @@ class Run:
                 if not os.path.isdir(self.folder):
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
+        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         if args.track:
             import wandb
 
@@ -173,7 +174,6 @@ class Run:
             except wandb.errors.Error as error:
                 shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
         self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
 
     def __enter__(self):

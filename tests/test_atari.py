@@ -5,6 +5,8 @@ import importlib
 import itertools
 import json
 import math
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -117,6 +119,19 @@ def test_the_rollout_holds_each_step_once_and_marks_resets(play, monkeypatch, sc
         assert (whole["terminated"][t, n], whole["truncated"][t, n]) == (terminated, truncated)
     assert 0 < (whole["valid"] == 0).sum() < whole["valid"].size / 2
     assert len(np.unique(whole["log_prob"])) > 100 and len(np.unique(whole["value"])) > 100
+
+
+def test_one_half_emulates_while_the_policy_acts_for_the_other(play, monkeypatch):
+    agent_class, in_flight = importlib.import_module(COMPILED).CompiledAtariPPOAgent, []
+    act = agent_class.act
+
+    def noting_act(agent, *arguments):
+        in_flight.append(sum(bool(pool.sent) for pool in Counting.made))
+        return act(agent, *arguments)
+
+    monkeypatch.setattr(agent_class, "act", noting_act)
+    play(COMPILED, "--num-envs", 4, "--total-timesteps", 90)
+    assert in_flight[:40] == [0, *[1] * 19] * 2  # of ten steps of two halves; a rollout begins when all have come
 
 
 def test_halves_on_a_gpu_and_one_group_on_a_cpu():
@@ -244,7 +259,7 @@ def prepare(eager, compiled, last):
     eager.rollout.upload()
     eager.prepare(last)
     compiled.rollout.upload()
-    compiled.see(slice(0, eager.args.num_envs), last)
+    compiled.observe(slice(0, eager.args.num_envs), last)
     with torch.no_grad():
         compiled.prepare()
 
@@ -312,25 +327,27 @@ def test_masked_rows_may_hold_anything(garbage, flags):
     results = []
     for each in (batch, polluted, alone):
         loss, logged = eager.ppo_loss(eager.network, each)
-        gradient = torch.autograd.grad(loss, list(eager.network.parameters()))
-        results.append({"loss": loss, **logged, "gradient": torch.cat([part.flatten() for part in gradient])})
-        images = each["observation"].contiguous()
-        with torch.no_grad():
-            loss, _ = compiled.ppo_loss(compiled.network, each | {"observation": images})
+        parts = torch.autograd.grad(loss, list(eager.network.parameters()))
+        results.append({"loss": loss, **logged, "gradient": torch.cat([part.flatten() for part in parts])})
+        gradient, (loss, _) = torch.func.grad_and_value(compiled.ppo_loss, has_aux=True)(compiled.network, each)
         torch.testing.assert_close(loss, results[-1]["loss"].detach(), rtol=1e-4, atol=1e-6)
+        own = torch.cat([(part.mT if part.ndim == 2 else part).flatten() for part in parts])
+        torch.testing.assert_close(gradient, own, rtol=1e-3, atol=1e-5)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(results[2][name], value, rtol=1e-4, atol=1e-6)
     assert results[0]["gradient"].abs().max() > 1e-3
 
 
-def test_a_minibatch_of_resets_alone_changes_nothing_but_counts():
+def test_a_minibatch_of_resets_alone_has_no_loss_and_no_gradient():
     eager, compiled = pair()
     prepare(eager, compiled, fill(eager, compiled, np.random.default_rng(1)))
     nothing = {name: tensor[:4] for name, tensor in eager.batch.items()} | {"valid": torch.zeros(4)}
     loss, logged = eager.ppo_loss(eager.network, nothing)
     assert loss.item() == 0 and all(value.item() == 0 for value in logged.values())
     assert all((part == 0).all() for part in torch.autograd.grad(loss, list(eager.network.parameters())))
+    gradient, (loss, _) = torch.func.grad_and_value(compiled.ppo_loss, has_aux=True)(compiled.network, nothing)
+    assert loss == 0 and (gradient == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -461,8 +478,9 @@ def test_the_command_line_of_leanrl(script):
     assert args.env_id == "Breakout-v5" and args.num_envs == 8 and args.total_timesteps == 50_000
 
 
-def test_a_process_of_its_own(start, tmp_path):
-    process = start("ppo_atari_envpool.py", "--env-id", "Pong-v5", *SMALL, "--num-envs", 2, cwd=tmp_path)
+@each_script
+def test_a_process_of_its_own(start, tmp_path, script):
+    process = start(f"{script}.py", "--env-id", "Pong-v5", *SMALL, "--num-envs", 2, cwd=tmp_path)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0 and err == "" and out.startswith("rollout: 0.6 MB on cpu\n")
     run = read_run(tmp_path / "runs")
@@ -471,11 +489,23 @@ def test_a_process_of_its_own(start, tmp_path):
 
 
 @each_script
+def test_ctrl_c(start, tmp_path, script):
+    process = start(f"{script}.py", "--env-id", "Pong-v5", "--num-envs", 2, "--num-steps", 10, cwd=tmp_path)
+    while not any("policy_loss" in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and err == "" and "interrupted at step" in out
+    assert read_run(tmp_path / "runs").summary["status"] == "interrupted"
+
+
+@each_script
 @pytest.mark.parametrize(
     "env_id, nearest",
     [
         ("Breakot-v5", "Breakout-v5"),
-        ("CartPole-v1", "CartPole-v1"),
+        ("CartPole-v1", ""),
         ("HalfCheetah-v4", ""),
         ("", "none"),
         ("§", "none"),
@@ -489,7 +519,8 @@ def test_no_such_game(capsys, monkeypatch, tmp_path, script, env_id, nearest):
     out, err = capsys.readouterr()
     assert caught.value.code == 2 and out == "" and list(tmp_path.iterdir()) == []
     assert err.startswith(f"error: --env-id {env_id}: ") and "must be an Atari game" in err
-    assert nearest in err and len(err.splitlines()) == 1
+    assert nearest in err.partition("nearest names: ")[2] and len(err.splitlines()) == 1
+    assert "CartPole" not in err.partition("nearest names: ")[2]
 
 
 # ---- Probes ----

@@ -111,7 +111,7 @@ def test_rollouts_that_do_not_divide(refused, script):
     err = refused(script, "--num-envs", 3, "--num-steps", 5, "--num-minibatches", 4)
     assert "--num-minibatches 4: must divide a rollout of 15" in err
     err = refused(script, "--num-envs", 2, "--num-steps", 2, "--num-minibatches", 4)
-    assert "--num-minibatches 4: must divide a rollout of 4 into minibatches above 1" in err
+    assert "--num-minibatches 4: must divide a rollout of 4 into minibatches of at least 2" in err
     err = refused(script, "--num-envs", 4, "--num-steps", 128, "--total-timesteps", 511)
     assert "--total-timesteps 511: must be at least a rollout, num_envs * num_steps = 512" in err
 

@@ -228,6 +228,8 @@ def test_atari_variants_play_the_same_games(launch, monkeypatch, num_envs):
             assert run.summary["status"] == "finished" and run.summary["variant"] == name
             assert again == 0 or run.episodes == runs[name].episodes
             runs[name] = run
+    early = [[line for line in run.episodes if line["global_step"] <= 9 * num_envs] for run in runs.values()]
+    assert (early[0] or num_envs == 1) and all(each == early[0] for each in early)  # before the first update
     lines = {name: next(line for line in run.metrics if line["global_step"] >= 100) for name, run in runs.items()}
     for name, line in lines.items():
         for loss in ("policy_loss", "value_loss", "entropy"):
@@ -254,8 +256,7 @@ def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
     for _ in range(5):
         agent.choose()
     agent.rows.copy_(torch.arange(2))
-    rewards = np.random.default_rng(0)
-    images = rewards.integers(0, 256, (8, 4, 4, 84, 84), np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 84, 84), np.uint8)
     actions = np.stack(
         [np.concatenate([agent.act(t, slice(n, n + 2), images[t, n : n + 2]).copy() for n in (0, 2)]) for t in range(8)]
     )

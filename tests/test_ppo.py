@@ -199,6 +199,15 @@ def train(monkeypatch, tmp_path, script, **arguments):
     return agents[0]
 
 
+@pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
+def test_each_rollout_has_noise_of_its_own(script):
+    _, agent = pair(script.removesuffix("_torchcompile"))
+    agent.begin_rollout()
+    first = agent.noise
+    agent.begin_rollout()
+    assert first.shape[0] == agent.args.num_steps and (first != agent.noise).all()
+
+
 @each_script
 def test_the_learning_rate_falls_to_nearly_nothing(monkeypatch, tmp_path, script):
     """Of 5 rollouts: what the optimiser used, at the start, in the middle and at the end."""
