@@ -30,6 +30,8 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "ppo_continuous_action": "PPO, continuous",
     "ppo_atari_envpool": "PPO, Atari",
 }
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000"]
+COLUMNS = 3  # of panels
 SMOOTHING = 20  # episodes in a point of a learning curve
 
 
@@ -239,21 +241,25 @@ def plot(results: Path, output: Path) -> None:
         fail(f"--plot: there are no results in {results / 'learning'}")
     environments = sorted({key[0] for key in groups})
     kinds = sorted({key[1:3] for key in groups})
-    colours = dict(zip(kinds, ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"] * len(kinds)))
-    figure, labelled = Figure(figsize=(4.6 * len(environments), 4.2), layout="constrained"), set()
-    for axes, environment in zip(figure.subplots(1, len(environments), squeeze=False)[0], environments):
+    colours = dict(zip(kinds, COLOURS * len(kinds)))
+    columns, rows = min(COLUMNS, len(environments)), -(-len(environments) // COLUMNS)
+    figure, labelled = Figure(figsize=(4.6 * columns, 3.4 * rows + 0.8), layout="constrained"), set()
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(environments) :]:
+        axes.remove()
+    for axes, environment in zip(panels, environments):
         for (env_id, *kind, _), group in groups.items():
             if env_id != environment:
                 continue
             for result in group:
                 episodes = result["episodes"]
-                rows = zip(episodes.get("global_step", []), episodes.get("return", []))
-                rows = [(step / 1000, value) for step, value in rows if value is not None]
+                points = zip(episodes.get("global_step", []), episodes.get("return", []))
+                points = [(step / 1000, value) for step, value in points if value is not None]
                 label = f"{kind[0]}, {kind[1]}" if tuple(kind) not in labelled else None  # each kind once
                 labelled.add(tuple(kind))
-                smoothed = smooth([value for _, value in rows], SMOOTHING)
+                smoothed = smooth([value for _, value in points], SMOOTHING)
                 colour = colours[tuple(kind)]
-                axes.plot([step for step, _ in rows], smoothed, color=colour, linewidth=1.2, alpha=0.85, label=label)
+                axes.plot([step for step, _ in points], smoothed, color=colour, linewidth=1.2, alpha=0.85, label=label)
         axes.set_title(environment, loc="left")
         axes.set_xlabel("environment steps (thousands)")
         axes.set_ylabel(f"return (mean of {SMOOTHING} training episodes)")
