@@ -285,6 +285,7 @@ class Emulators:
 
     def __init__(self, env_id: str, seeds: Sequence[int], first: int):
         self.pool, self.env_ids = make_pool(env_id, seeds), slice(first, first + len(seeds))
+        self.numbers = np.arange(first, first + len(seeds))
         self.observation, _ = self.pool.reset()
         self.valid = np.ones(len(seeds), bool)
 
@@ -294,8 +295,7 @@ class Emulators:
         step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
         for name, values in step.items():
             rollout[name][t, self.env_ids] = values
-        env_ids = np.arange(self.env_ids.start, self.env_ids.stop)
-        game = (info["reward"], info["terminated"], truncated, env_ids)
+        game = (info["reward"], info["terminated"], truncated, self.numbers)
         run.step(*(values[self.valid].tolist() for values in game))
         self.valid = ~(terminated | truncated)
 

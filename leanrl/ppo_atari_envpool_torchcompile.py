@@ -293,6 +293,7 @@ class Emulators:
 
     def __init__(self, env_id: str, seeds: Sequence[int], first: int):
         self.pool, self.env_ids = make_pool(env_id, seeds), slice(first, first + len(seeds))
+        self.numbers = np.arange(first, first + len(seeds))
         self.observation, _ = self.pool.reset()
         self.valid = np.ones(len(seeds), bool)
 
@@ -302,8 +303,7 @@ class Emulators:
         step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
         for name, values in step.items():
             rollout[name][t, self.env_ids] = values
-        env_ids = np.arange(self.env_ids.start, self.env_ids.stop)
-        game = (info["reward"], info["terminated"], truncated, env_ids)
+        game = (info["reward"], info["terminated"], truncated, self.numbers)
         run.step(*(values[self.valid].tolist() for values in game))
         self.valid = ~(terminated | truncated)
 
@@ -498,9 +498,11 @@ class CompiledAtariPPOAgent:
     def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
         """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
         self.observe(env_ids, observation)
-        images = self.batch["observation"].unflatten(0, (self.args.num_steps, self.args.num_envs))[t, env_ids]
         self.images.copy_(self.observation[env_ids].permute(0, 2, 3, 1))
-        images.copy_(self.images)  # here, as Inductor's kernel would look up the place anew for each byte
+        first = t * self.args.num_envs + env_ids.start
+        self.batch["observation"][first : first + len(self.images)] = (
+            self.images
+        )  # here, as Inductor's kernel would look up the place anew for each byte
         self.choose()
         self.host_action.copy_(self.action, non_blocking=True)
         if self.device.type == "cuda":

@@ -537,7 +537,7 @@ class CompiledContinuousPPOAgent:
         """Brings the policy to the host, and draws the noise of all its steps: distances from the mean action."""
         self.host_network.copy_(self.network)
         layers = zip(self.host_actor[::2], self.host_actor[1::2], strict=True)
-        # Biases with a row for each environment: NumPy adds equal shapes in less than half the time
+        # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
         self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
         noise = np.random.normal(size=self.rollout.arrays["action"].shape).astype(np.float32)
         self.noise = np.exp(self.host_log_std) * noise

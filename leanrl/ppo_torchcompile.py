@@ -477,7 +477,7 @@ class CompiledPPOAgent:
         """Brings the policy to the host, and draws Gumbel noise for all its steps."""
         self.host_network.copy_(self.network)
         layers = zip(self.host_actor[::2], self.host_actor[1::2], strict=True)
-        # Biases with a row for each environment: NumPy adds equal shapes in less than half the time
+        # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
         self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
         self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
 
