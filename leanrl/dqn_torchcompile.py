@@ -15,7 +15,9 @@ Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import argparse
 import difflib
+import fcntl
 import functools
 import importlib.metadata
 import importlib.util
@@ -31,11 +33,12 @@ import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import gymnasium as gym
 import numpy as np
@@ -73,9 +76,15 @@ class Args:
     """folder in which the run's own folder is made"""
     measure_burnin: int = 100
     """environment steps after learning has started before fps is measured"""
+    save_every: int = 0
+    """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
+    resume: str | None = None
+    """folder of the run to go on with, under its own arguments; its environments begin new episodes"""
 
     buffer_size: int = 10_000
     """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
+    save_replay: bool = False
+    """keep the replay buffer in the checkpoint; without it a resumed run first collects --learning-starts steps anew"""
     gamma: float = 0.99
     """discount factor, per step"""
     tau: float = 1.0
@@ -105,6 +114,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+CHECKPOINT_FORMAT = 1
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -120,7 +130,7 @@ def check_args(args: Args) -> None:
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
-        ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
+        ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
@@ -140,61 +150,227 @@ def check_args(args: Args) -> None:
         fail("num_minibatches", args.num_minibatches, minibatches)
 
 
+def stored_args() -> Args:
+    """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    folder = parser.parse_known_args()[0].resume
+    if folder is None:
+        return Args()
+    try:
+        config = json.loads(Path(folder, "config.json").read_text())
+        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+    except (OSError, ValueError, AttributeError) as error:
+        fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+def state_of(part: object) -> object:
+    """What a checkpoint holds of an object: its state_dict(), or the attributes that `saved` names, or all of them.
+
+    Raises FloatingPointError if a number in it is not finite.
+    """
+    part = part.state_dict() if hasattr(part, "state_dict") else part
+    part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
+    if isinstance(part, torch.Tensor) and part.is_floating_point() and not part.isfinite().all():
+        raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
+    if not isinstance(part, Mapping) and hasattr(part, "__dict__") and not isinstance(part, torch.Tensor):
+        part = {name: getattr(part, name) for name in getattr(part, "saved", vars(part))}
+    return {name: state_of(value) for name, value in part.items()} if isinstance(part, Mapping) else part
+
+
+@torch.no_grad()
+def restore(part: object, state: Mapping) -> None:
+    """Puts the state that `state_of` took back into an object, in place. Raises KeyError or ValueError if it can't."""
+    for name, new in state.items():
+        old = part[name] if isinstance(part, Mapping) else getattr(part, name)
+        if hasattr(old, "load_state_dict"):
+            old.load_state_dict(new)
+        elif isinstance(old, (int, float)):
+            setattr(part, name, new)
+        elif not isinstance(old, (torch.Tensor, np.ndarray)):
+            restore(old, new)
+        elif old.shape == new.shape:
+            old[...] = new
+        else:
+            raise ValueError(f"{name} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint of the run that `args.resume` names, with its files, locked; without --resume only step 0.
+
+    Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
+    """
+    if args.resume is None:
+        return {"global_step": 0}
+    try:
+        config = json.loads(Path(args.resume, "config.json").read_text())
+        files = {name: open(Path(args.resume, f"{name}.jsonl"), "r+", buffering=1) for name in ("metrics", "episodes")}
+        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path = Path(args.resume, "checkpoint.pt")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = (checkpoint["format"], checkpoint["script"], checkpoint["env_id"], zipfile.ZipFile(path).testzip())
+    except BlockingIOError:
+        fail("resume", args.resume, "is in use by another run")
+    except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        fail("resume", args.resume, f"must be the folder of a run with a checkpoint.pt that is whole ({reason})")
+    if found != (CHECKPOINT_FORMAT, Path(__file__).stem, args.env_id, None):
+        problem = f"its checkpoint.pt is damaged, or of another version, script or environment: {found}"
+        fail("resume", args.resume, problem)
+    for name, value in vars(args).items():
+        may_grow = name == "total_timesteps" and value >= config.get(name, 0)
+        if name != "resume" and not may_grow and value != config.get(name):
+            fail(name, value, f"must be {config.get(name)} as before" + ", or more" * (name == "total_timesteps"))
+    return checkpoint | {"config": config, "files": files}
+
+
+def cut_lines(file: TextIO, step: int) -> None:
+    """Takes the lines past `step` out of a file of metrics or episodes, and a last one that was not written whole."""
+    end = 0
+    for line in iter(file.readline, ""):
+        if not line.endswith("}\n") or json.loads(line)["global_step"] > step:
+            break
+        end = file.tell()
+    file.seek(end)
+    file.truncate()
+
+
+def replace_file(path: Path, write: Callable) -> None:
+    """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    replace_file(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+
+
+def random_states() -> dict:
+    kind, keys, *rest = np.random.get_state()
+    states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_states(states: Mapping) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_initialized() and "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
 class Run:
     """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
 
     metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
-    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started.
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. Going on from
+    a `checkpoint` it appends to these files; what was written after that checkpoint is taken out of them.
     """
 
-    def __init__(self, args: Args, device: torch.device):
-        self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
-        self.global_step = self.updates = self.episodes = self.next_log = 0
-        self.last_log, self.window, self.recent, self.is_ending = (0, self.start), None, deque(maxlen=100), False
+    saved = ("global_step", "updates", "episodes", "warmup_seconds", "wall_seconds")
+
+    def __init__(self, args: Args, device: torch.device, checkpoint: Mapping, agent: object, buffer: object = None):
+        self.args, self.device, self.warmup_seconds, self.wall_seconds = args, device, 0.0, 0.0
+        self.global_step = self.updates = self.episodes = 0
+        self.window, self.recent, self.stop, self.is_ending = None, deque(maxlen=100), None, False
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
-        learning_starts = getattr(args, "learning_starts", first_rollout)
-        self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
+        keeps_replay = getattr(args, "save_replay", False)
+        self.parts = {"run": self, "agent": agent} | ({"buffer": buffer} if keeps_replay else {})
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco")
         versions = {p: importlib.metadata.version(p) if importlib.util.find_spec(p) else None for p in packages}
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = {"python": platform.python_version(), **versions}
+        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        if keeps_replay:
+            place = Path(args.resume or args.output_dir, "_").absolute()
+            existing = next(folder for folder in place.parents if folder.exists())
+            size, free = (number / 1e6 for number in (buffer.nbytes, shutil.disk_usage(existing).free))
+            print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
+            if 2 * size > free:  # the old one lies there until the new one is whole
+                fail("save_replay", True, f"needs {2 * size:.1f} MB on the disk, where {free:.1f} MB are free")
+        self.folder = self.reopen_folder(checkpoint) if args.resume else self.make_folder()
 
-        flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        self.summary = {"script": Path(__file__).stem, "variant": "+".join(flags) or "eager"}
-        self.summary |= {"env_id": args.env_id, "seed": args.seed}
-        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *flags, str(args.seed)])
-        while True:
-            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-            try:
-                self.folder.mkdir(parents=True)
-                break
-            except OSError as error:
-                if not os.path.isdir(self.folder):
-                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-                time.sleep(0.1)  # another run began within this second
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        self.first_step, self.start = self.global_step, time.perf_counter() - self.wall_seconds
+        self.last_log, self.next_log, self.next_save = (self.global_step, time.perf_counter()), 0, math.inf
+        if self.global_step:
+            self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        if args.save_every:
+            self.next_save = (self.global_step // args.save_every + 1) * args.save_every
+        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
+        # What the agent learns from has to be collected first, anew where a resumed run has no replay
+        begun = 0 if keeps_replay else self.first_step
+        self.learning_starts = begun + getattr(args, "learning_starts", min(rollout, left // 2))
+        opens = min(max(self.learning_starts, self.first_step), args.total_timesteps)
+        self.window_opens = opens + min(args.measure_burnin, (args.total_timesteps - opens) // 2)
         if args.track:
             import wandb
 
             about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            about |= {"id": self.folder.name, "resume": "allow"}
             try:
                 self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
             except wandb.errors.Error as error:
-                shutil.rmtree(self.folder)
+                if not args.resume:
+                    shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+
+    def make_folder(self) -> Path:
+        """A new folder, with config.json and empty files of metrics and episodes."""
+        stem = [re.sub(r"[^\w.-]+", "-", self.args.env_id), Path(__file__).stem, *self.flags, str(self.args.seed)]
+        while True:
+            folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+            try:
+                folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(folder):
+                    problem = f"must be a folder that can be written to ({error.strerror})"
+                    fail("output_dir", self.args.output_dir, problem)
+                time.sleep(0.1)  # another run began within this second
+        write_json(folder / "config.json", vars(self.args) | self.about)
+        self.files = {name: open(folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+        fcntl.flock(self.files["metrics"], fcntl.LOCK_EX)
+        return folder
+
+    def reopen_folder(self, checkpoint: Mapping) -> Path:
+        """The folder that `args.resume` names, with everything as it was at its checkpoint."""
+        try:
+            restore(self.parts, checkpoint["parts"])
+        except (AttributeError, KeyError, ValueError, RuntimeError) as error:
+            fail("resume", self.args.resume, f"its checkpoint.pt does not fit this script ({error!r:.100})")
+        self.recent.extend(checkpoint["recent"])
+        set_random_states(checkpoint["random"])
+        self.files = checkpoint["files"]
+        for file in self.files.values():
+            cut_lines(file, self.global_step)
+        config = checkpoint["config"] | {"total_timesteps": self.args.total_timesteps}
+        if config != checkpoint["config"]:
+            write_json(Path(self.args.resume, "config.json"), config)
+        return Path(self.args.resume)
 
     def __enter__(self):
-        def interrupt(number, _frame):
-            if not self.is_ending:  # a second one must not cost the summary
-                self.is_ending = True
-                raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+        def interrupt(number, _frame):  # SIGTERM ends a run as Ctrl-C does
+            if self.is_ending:
+                return  # a second one must not cost the summary
+            if self.stop is None and self.global_step > self.first_step:
+                self.stop = number
+                print(f"\nstops after this step, at once on another signal {number}", file=sys.stderr, flush=True)
+            else:
+                self.stop, self.is_ending = None, True
+                raise KeyboardInterrupt(number)
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
+        about = {"total": self.args.total_timesteps, "initial": self.global_step, "unit": "step"}
+        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -211,13 +387,22 @@ class Run:
                 self.recent.extend([] if total is None else [(total, self.lengths[i])])
                 self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
-        """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
+    def end_step(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         if self.window is None and self.global_step >= self.window_opens:
             self.window = (self.global_step, self.now())
-        if self.global_step < min(self.next_log, self.args.total_timesteps):
-            return
-        self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        if self.global_step >= min(self.next_log, self.args.total_timesteps):
+            self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+            self.log(losses, learning_rate)
+        if self.global_step >= self.next_save:
+            self.next_save = (self.global_step // self.args.save_every + 1) * self.args.save_every
+            self.save()
+        if self.stop is not None:
+            self.is_ending = True
+            raise KeyboardInterrupt(self.stop)
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
         losses = {name: float(loss) for name, loss in losses.items()}
         for name, loss in losses.items():
             if not math.isfinite(loss):
@@ -231,6 +416,17 @@ class Run:
             self.tracked.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
+
+    def save(self) -> None:
+        """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
+        self.wall_seconds = time.perf_counter() - self.start
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent), "random": random_states()}
+        try:
+            checkpoint["parts"] = state_of(self.parts)
+            replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        except (OSError, RuntimeError, FloatingPointError) as error:
+            print(f"\nno checkpoint at step {self.global_step}: {error}", file=sys.stderr, flush=True)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -251,13 +447,22 @@ class Run:
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {**self.summary, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed}
+        summary |= {"global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
         summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for file in (*self.files.values(), self.bar):
-            file.close()
+        is_whole = status != "interrupted" or self.stop is not None  # else a step may have been left in the middle
+        if is_whole and self.global_step > self.first_step:
+            self.save()
+        self.bar.close()
+        try:
+            write_json(self.folder / "summary.json", summary)
+            for file in self.files.values():
+                file.close()
+        except OSError as problem:
+            print(f"files not complete: {problem}", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
         print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
@@ -270,8 +475,8 @@ class Run:
 
 
 # ---- Environments ----
-def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
-    """The environments, and the seeds of their first resets: no other seed or environment shares them.
+def make_environments(args: Args, step: int = 0) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed, environment or resumed run shares them.
 
     Ends the program with exit status 2 if they can't be made. Notices about the older -v4 models go neither to the
     terminal nor to a MUJOCO_LOG.TXT in the current folder.
@@ -289,7 +494,7 @@ def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
         is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    seeds = np.random.SeedSequence([args.seed, step]).generate_state(2 * args.num_envs).tolist()
     for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
         env.action_space.seed(seed)
     return envs, seeds[: args.num_envs]
@@ -344,8 +549,8 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 class ReplayRing:
     """A ring of the last transitions, on `device`, sampled uniformly with replacement; it holds each observation once.
 
-    Transition n, counted from 0 with the environments taking turns, lies in slot n % slots. Its next observation is the
-    observation of transition n + num_envs, the same environment's next. Only where an episode was truncated does
+    Transition n, counted from `first` with the environments taking turns, lies in slot n % slots. Its next observation
+    is the observation of transition n + num_envs, the same environment's next. Only where an episode was truncated does
     `next_slot` point elsewhere: to a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated one.)
 
     The host stages a block of transitions, those between two updates (or sets of them, with many environments), and
@@ -354,9 +559,9 @@ class ReplayRing:
     transitions before they are there.
     """
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, first: int = 0):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.batch_size, self.device, self.added = args.batch_size, device, 0
+        self.batch_size, self.device, self.added = args.batch_size, device, first
         self.num_envs, frequency = args.num_envs, getattr(args, "train_frequency", 1)
         rows, batches = -(-frequency // args.num_envs) * args.num_envs, -(-args.num_envs // frequency)  # at the most
         self.slots = max(self.capacity, rows) + args.num_envs  # beyond the capacity: the newest next observations
@@ -375,7 +580,8 @@ class ReplayRing:
             next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
         )
         self.nbytes = sum(field.nbytes for field in self.fields.values())
-        self.written, self.oldest, self.turn = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(3))
+        counters = (torch.full((1,), number, dtype=torch.long, device=device) for number in (first, first, 0))
+        self.written, self.oldest, self.turn = counters
         self.drawn = torch.zeros(batches, self.batch_size, dtype=torch.long, device=device)
 
         # A staged row: observation, next observation, action, reward, terminated, number of its copy or 0, in use
@@ -386,16 +592,7 @@ class ReplayRing:
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
         """Stages a transition."""
-        copy = 0
-        if truncated and not terminated:
-            copy = 1 + self.truncations % self.copies
-            self.truncations += 1
-            if len(self.owners) == self.owners.maxlen:
-                # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-                self.oldest.fill_(self.owners[0] + 1)
-                if self.owners[0] >= self.added - self.capacity:
-                    warnings.warn("episodes truncated before the environment's limit shorten the replay", stacklevel=2)
-            self.owners.append(self.added)
+        copy = self.claim_copy(self.added) if truncated and not terminated else 0
         observations, next_observations, actions, rest = self.columns
         if self.filled == 0:
             if self.sent is not None:
@@ -405,6 +602,17 @@ class ReplayRing:
         actions[self.filled], rest[self.filled] = action, (reward, terminated, copy, 1)
         self.filled += 1
         self.added += 1
+
+    def claim_copy(self, owner: int) -> int:
+        """The number, from 1 on, of the place behind the ring for the next observation of transition `owner`."""
+        if len(self.owners) == self.owners.maxlen:
+            # The copies to be reused next belong to transitions that are sampled no more, nor any older one
+            self.oldest.fill_(self.owners[0] + 1)
+            if self.owners[0] >= self.added - self.capacity:
+                warnings.warn("episodes truncated before the environment's limit shorten the replay", stacklevel=3)
+        self.owners.append(owner)
+        self.truncations += 1
+        return 1 + (self.truncations - 1) % self.copies
 
     def upload(self) -> None:
         """Sends the staged rows to the device."""
@@ -449,6 +657,33 @@ class ReplayRing:
         batch = {name: field[number % self.slots] for name, field in self.fields.items()}
         batch["next_observation"] = self.fields["observation"][batch.pop("next_slot").long()]
         return {name: value.float() for name, value in batch.items()}
+
+    def state_dict(self) -> dict:
+        """What is in the ring, and where, for a checkpoint."""
+        if self.filled:
+            self.upload()
+        self.write()
+        used, copies = min(self.added + self.num_envs, self.slots), min(self.truncations, self.copies)
+        fields = {name: field[:used].clone() for name, field in self.fields.items()}
+        copied = self.fields["observation"][self.slots + 1 :][:copies].clone()
+        state = {"slots": self.slots, "oldest": self.oldest.item(), "copied": copied, "owners": list(self.owners)}
+        return state | {"truncations": self.truncations, "fields": fields}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Fills a new ring whose `first` transition follows those of `state`, which it has room for in their slots."""
+        for name, rows in state["fields"].items():
+            self.fields[name][: len(rows)] = rows
+        observation, next_slot = self.fields["observation"], self.fields["next_slot"]
+        next_slot[next_slot > state["slots"]] += self.slots - state["slots"]
+        observation[self.slots + 1 :][: len(state["copied"])] = state["copied"]
+        self.oldest.fill_(state["oldest"])
+        self.owners.extend(state["owners"])
+        self.truncations = state["truncations"]
+        # All environments begin new episodes: for the newest transitions, that is as if they had been truncated
+        for owner in range(self.added - self.num_envs, self.added):
+            place = self.slots + self.claim_copy(owner)
+            observation[place] = observation[next_slot[owner % self.slots].long()]
+            next_slot[owner % self.slots] = place
 
 
 # ---- Flat parameters ----
@@ -525,6 +760,8 @@ class CompiledDQNAgent:
     address, so that a captured graph is replayed without copies. A network this small acts on the host, in NumPy:
     no transfer and no compiled call for each step.
     """
+
+    saved = ("q_network", "target_network", "optimizer", "losses", "outbox")
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         self.args, self.device, self.buffer = args, device, buffer
@@ -603,16 +840,17 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
-    envs, seeds = make_environments(args)
+    checkpoint = load_checkpoint(args)
+    envs, seeds = make_environments(args, checkpoint["global_step"])
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    buffer = ReplayRing(args, envs[0], device)
+    buffer = ReplayRing(args, envs[0], device, checkpoint["global_step"])
     agent = CompiledDQNAgent(args, envs[0], device, buffer)
     actions = range(int(envs[0].action_space.n))
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
-    with Run(args, device) as run:
+    with Run(args, device, checkpoint, agent, buffer) as run:
         # Compilation and capture: a full graph for each kind of update
         learn = agent.learn
         if args.compile:
@@ -639,16 +877,17 @@ def main(args: Args) -> None:
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         duration = args.exploration_fraction * args.total_timesteps
         last_step = next_due(args.total_timesteps - 1, args.num_envs, 1)
-        block_end, is_stored, losses = 0, True, {}
+        block_end, is_drawn, is_stored, losses = 0, False, True, {}
         while run.global_step < args.total_timesteps:
             # A block of steps leads up to an update
             if run.global_step >= block_end:
                 block_end = next_due(run.global_step, args.num_envs, args.train_frequency)
-                is_learning = args.learning_starts < block_end <= last_step
+                is_learning = run.learning_starts < block_end <= last_step
                 due = times_due(block_end, args.num_envs, args.train_frequency) if is_learning else 0
-                if due and not run.updates:
+                if due and not is_drawn:
                     agent.newest.fill_(block_end)
                     agent.draw()
+                    is_drawn = True
                 # Learn while the environments step, unless the target is to move in between
                 must_wait = agent.must_wait(block_end - run.global_step)
                 must_wait |= next_due(run.global_step, args.num_envs, args.target_network_frequency) < block_end
@@ -680,11 +919,11 @@ def main(args: Args) -> None:
                 if due:
                     losses = {name: loss.clone() for name, loss in agent.losses.items()}
                 run.updates += due
-            if run.global_step > args.learning_starts:
+            if run.global_step > run.learning_starts:
                 for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):
                     agent.update_target()
-            run.log(losses | {"epsilon": epsilon}, args.learning_rate)
+            run.end_step(losses | {"epsilon": epsilon}, args.learning_rate)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, default=stored_args()))

@@ -14,13 +14,16 @@ Published returns at 1M steps (CleanRL): HalfCheetah-v4 1,443 ± 46, Walker2d-v4
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import argparse
 import difflib
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 import platform
+import random
 import re
 import resource
 import shutil
@@ -28,11 +31,12 @@ import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import gymnasium as gym
 import numpy as np
@@ -66,6 +70,10 @@ class Args:
     """folder in which the run's own folder is made"""
     measure_burnin: int = 100
     """environment steps after learning has started before fps is measured"""
+    save_every: int = 0
+    """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
+    resume: str | None = None
+    """folder of the run to go on with, under its own arguments; its environments begin new episodes"""
 
     num_steps: int = 2048
     """steps of each environment in a rollout"""
@@ -99,6 +107,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+CHECKPOINT_FORMAT = 1
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -114,7 +123,7 @@ def check_args(args: Args) -> None:
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
-        ("learning_starts measure_burnin", "must be at least 0", 0, math.inf),
+        ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
@@ -134,61 +143,227 @@ def check_args(args: Args) -> None:
         fail("num_minibatches", args.num_minibatches, minibatches)
 
 
+def stored_args() -> Args:
+    """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    folder = parser.parse_known_args()[0].resume
+    if folder is None:
+        return Args()
+    try:
+        config = json.loads(Path(folder, "config.json").read_text())
+        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+    except (OSError, ValueError, AttributeError) as error:
+        fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+def state_of(part: object) -> object:
+    """What a checkpoint holds of an object: its state_dict(), or the attributes that `saved` names, or all of them.
+
+    Raises FloatingPointError if a number in it is not finite.
+    """
+    part = part.state_dict() if hasattr(part, "state_dict") else part
+    part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
+    if isinstance(part, torch.Tensor) and part.is_floating_point() and not part.isfinite().all():
+        raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
+    if not isinstance(part, Mapping) and hasattr(part, "__dict__") and not isinstance(part, torch.Tensor):
+        part = {name: getattr(part, name) for name in getattr(part, "saved", vars(part))}
+    return {name: state_of(value) for name, value in part.items()} if isinstance(part, Mapping) else part
+
+
+@torch.no_grad()
+def restore(part: object, state: Mapping) -> None:
+    """Puts the state that `state_of` took back into an object, in place. Raises KeyError or ValueError if it can't."""
+    for name, new in state.items():
+        old = part[name] if isinstance(part, Mapping) else getattr(part, name)
+        if hasattr(old, "load_state_dict"):
+            old.load_state_dict(new)
+        elif isinstance(old, (int, float)):
+            setattr(part, name, new)
+        elif not isinstance(old, (torch.Tensor, np.ndarray)):
+            restore(old, new)
+        elif old.shape == new.shape:
+            old[...] = new
+        else:
+            raise ValueError(f"{name} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
+
+
+def load_checkpoint(args: Args) -> dict:
+    """The checkpoint of the run that `args.resume` names, with its files, locked; without --resume only step 0.
+
+    Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
+    """
+    if args.resume is None:
+        return {"global_step": 0}
+    try:
+        config = json.loads(Path(args.resume, "config.json").read_text())
+        files = {name: open(Path(args.resume, f"{name}.jsonl"), "r+", buffering=1) for name in ("metrics", "episodes")}
+        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path = Path(args.resume, "checkpoint.pt")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = (checkpoint["format"], checkpoint["script"], checkpoint["env_id"], zipfile.ZipFile(path).testzip())
+    except BlockingIOError:
+        fail("resume", args.resume, "is in use by another run")
+    except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        fail("resume", args.resume, f"must be the folder of a run with a checkpoint.pt that is whole ({reason})")
+    if found != (CHECKPOINT_FORMAT, Path(__file__).stem, args.env_id, None):
+        problem = f"its checkpoint.pt is damaged, or of another version, script or environment: {found}"
+        fail("resume", args.resume, problem)
+    for name, value in vars(args).items():
+        may_grow = name == "total_timesteps" and value >= config.get(name, 0)
+        if name != "resume" and not may_grow and value != config.get(name):
+            fail(name, value, f"must be {config.get(name)} as before" + ", or more" * (name == "total_timesteps"))
+    return checkpoint | {"config": config, "files": files}
+
+
+def cut_lines(file: TextIO, step: int) -> None:
+    """Takes the lines past `step` out of a file of metrics or episodes, and a last one that was not written whole."""
+    end = 0
+    for line in iter(file.readline, ""):
+        if not line.endswith("}\n") or json.loads(line)["global_step"] > step:
+            break
+        end = file.tell()
+    file.seek(end)
+    file.truncate()
+
+
+def replace_file(path: Path, write: Callable) -> None:
+    """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    replace_file(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+
+
+def random_states() -> dict:
+    kind, keys, *rest = np.random.get_state()
+    states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_states(states: Mapping) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_initialized() and "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
 class Run:
     """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
 
     metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
-    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started.
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. Going on from
+    a `checkpoint` it appends to these files; what was written after that checkpoint is taken out of them.
     """
 
-    def __init__(self, args: Args, device: torch.device):
-        self.args, self.device, self.start, self.warmup_seconds = args, device, time.perf_counter(), 0.0
-        self.global_step = self.updates = self.episodes = self.next_log = 0
-        self.last_log, self.window, self.recent, self.is_ending = (0, self.start), None, deque(maxlen=100), False
+    saved = ("global_step", "updates", "episodes", "warmup_seconds", "wall_seconds")
+
+    def __init__(self, args: Args, device: torch.device, checkpoint: Mapping, agent: object, buffer: object = None):
+        self.args, self.device, self.warmup_seconds, self.wall_seconds = args, device, 0.0, 0.0
+        self.global_step = self.updates = self.episodes = 0
+        self.window, self.recent, self.stop, self.is_ending = None, deque(maxlen=100), None, False
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        first_rollout = min(args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps // 2)
-        learning_starts = getattr(args, "learning_starts", first_rollout)
-        self.window_opens = learning_starts + min(args.measure_burnin, (args.total_timesteps - learning_starts) // 2)
+        keeps_replay = getattr(args, "save_replay", False)
+        self.parts = {"run": self, "agent": agent} | ({"buffer": buffer} if keeps_replay else {})
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco")
         versions = {p: importlib.metadata.version(p) if importlib.util.find_spec(p) else None for p in packages}
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = {"python": platform.python_version(), **versions}
+        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        if keeps_replay:
+            place = Path(args.resume or args.output_dir, "_").absolute()
+            existing = next(folder for folder in place.parents if folder.exists())
+            size, free = (number / 1e6 for number in (buffer.nbytes, shutil.disk_usage(existing).free))
+            print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
+            if 2 * size > free:  # the old one lies there until the new one is whole
+                fail("save_replay", True, f"needs {2 * size:.1f} MB on the disk, where {free:.1f} MB are free")
+        self.folder = self.reopen_folder(checkpoint) if args.resume else self.make_folder()
 
-        flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        self.summary = {"script": Path(__file__).stem, "variant": "+".join(flags) or "eager"}
-        self.summary |= {"env_id": args.env_id, "seed": args.seed}
-        stem = "__".join([re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *flags, str(args.seed)])
-        while True:
-            self.folder = Path(args.output_dir, f"{stem}__{int(time.time())}")
-            try:
-                self.folder.mkdir(parents=True)
-                break
-            except OSError as error:
-                if not os.path.isdir(self.folder):
-                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-                time.sleep(0.1)  # another run began within this second
-        (self.folder / "config.json").write_text(json.dumps(vars(args) | self.about, indent=2) + "\n")
+        self.first_step, self.start = self.global_step, time.perf_counter() - self.wall_seconds
+        self.last_log, self.next_log, self.next_save = (self.global_step, time.perf_counter()), 0, math.inf
+        if self.global_step:
+            self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        if args.save_every:
+            self.next_save = (self.global_step // args.save_every + 1) * args.save_every
+        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
+        # What the agent learns from has to be collected first, anew where a resumed run has no replay
+        begun = 0 if keeps_replay else self.first_step
+        self.learning_starts = begun + getattr(args, "learning_starts", min(rollout, left // 2))
+        opens = min(max(self.learning_starts, self.first_step), args.total_timesteps)
+        self.window_opens = opens + min(args.measure_burnin, (args.total_timesteps - opens) // 2)
         if args.track:
             import wandb
 
             about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            about |= {"id": self.folder.name, "resume": "allow"}
             try:
                 self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
             except wandb.errors.Error as error:
-                shutil.rmtree(self.folder)
+                if not args.resume:
+                    shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
-        self.files = {name: open(self.folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+
+    def make_folder(self) -> Path:
+        """A new folder, with config.json and empty files of metrics and episodes."""
+        stem = [re.sub(r"[^\w.-]+", "-", self.args.env_id), Path(__file__).stem, *self.flags, str(self.args.seed)]
+        while True:
+            folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+            try:
+                folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(folder):
+                    problem = f"must be a folder that can be written to ({error.strerror})"
+                    fail("output_dir", self.args.output_dir, problem)
+                time.sleep(0.1)  # another run began within this second
+        write_json(folder / "config.json", vars(self.args) | self.about)
+        self.files = {name: open(folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
+        fcntl.flock(self.files["metrics"], fcntl.LOCK_EX)
+        return folder
+
+    def reopen_folder(self, checkpoint: Mapping) -> Path:
+        """The folder that `args.resume` names, with everything as it was at its checkpoint."""
+        try:
+            restore(self.parts, checkpoint["parts"])
+        except (AttributeError, KeyError, ValueError, RuntimeError) as error:
+            fail("resume", self.args.resume, f"its checkpoint.pt does not fit this script ({error!r:.100})")
+        self.recent.extend(checkpoint["recent"])
+        set_random_states(checkpoint["random"])
+        self.files = checkpoint["files"]
+        for file in self.files.values():
+            cut_lines(file, self.global_step)
+        config = checkpoint["config"] | {"total_timesteps": self.args.total_timesteps}
+        if config != checkpoint["config"]:
+            write_json(Path(self.args.resume, "config.json"), config)
+        return Path(self.args.resume)
 
     def __enter__(self):
-        def interrupt(number, _frame):
-            if not self.is_ending:  # a second one must not cost the summary
-                self.is_ending = True
-                raise KeyboardInterrupt(number)  # SIGTERM ends a run as Ctrl-C does
+        def interrupt(number, _frame):  # SIGTERM ends a run as Ctrl-C does
+            if self.is_ending:
+                return  # a second one must not cost the summary
+            if self.stop is None and self.global_step > self.first_step:
+                self.stop = number
+                print(f"\nstops after this step, at once on another signal {number}", file=sys.stderr, flush=True)
+            else:
+                self.stop, self.is_ending = None, True
+                raise KeyboardInterrupt(number)
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.bar = tqdm(total=self.args.total_timesteps, unit="step", disable=None, dynamic_ncols=True)
+        about = {"total": self.args.total_timesteps, "initial": self.global_step, "unit": "step"}
+        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -205,13 +380,22 @@ class Run:
                 self.recent.extend([] if total is None else [(total, self.lengths[i])])
                 self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
-        """Writes a line of metrics if one is due; called after each step. Raises FloatingPointError on a bad loss."""
+    def end_step(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         if self.window is None and self.global_step >= self.window_opens:
             self.window = (self.global_step, self.now())
-        if self.global_step < min(self.next_log, self.args.total_timesteps):
-            return
-        self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        if self.global_step >= min(self.next_log, self.args.total_timesteps):
+            self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+            self.log(losses, learning_rate)
+        if self.global_step >= self.next_save:
+            self.next_save = (self.global_step // self.args.save_every + 1) * self.args.save_every
+            self.save()
+        if self.stop is not None:
+            self.is_ending = True
+            raise KeyboardInterrupt(self.stop)
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
         losses = {name: float(loss) for name, loss in losses.items()}
         for name, loss in losses.items():
             if not math.isfinite(loss):
@@ -225,6 +409,17 @@ class Run:
             self.tracked.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
         self.bar.update(self.global_step - self.bar.n)
+
+    def save(self) -> None:
+        """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
+        self.wall_seconds = time.perf_counter() - self.start
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent), "random": random_states()}
+        try:
+            checkpoint["parts"] = state_of(self.parts)
+            replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        except (OSError, RuntimeError, FloatingPointError) as error:
+            print(f"\nno checkpoint at step {self.global_step}: {error}", file=sys.stderr, flush=True)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -245,13 +440,22 @@ class Run:
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {**self.summary, "global_step": self.global_step, "updates": self.updates, "fps": fps}
+        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed}
+        summary |= {"global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
         summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for file in (*self.files.values(), self.bar):
-            file.close()
+        is_whole = status != "interrupted" or self.stop is not None  # else a step may have been left in the middle
+        if is_whole and self.global_step > self.first_step:
+            self.save()
+        self.bar.close()
+        try:
+            write_json(self.folder / "summary.json", summary)
+            for file in self.files.values():
+                file.close()
+        except OSError as problem:
+            print(f"files not complete: {problem}", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
         print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
@@ -264,8 +468,8 @@ class Run:
 
 
 # ---- Environments ----
-def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
-    """The environments, and the seeds of their first resets: no other seed or environment shares them.
+def make_environments(args: Args, step: int = 0) -> tuple[list[gym.Env], list[int]]:
+    """The environments, and the seeds of their first resets: no other seed, environment or resumed run shares them.
 
     Ends the program with exit status 2 if they can't be made. Notices about the older -v4 models go neither to the
     terminal nor to a MUJOCO_LOG.TXT in the current folder.
@@ -283,7 +487,7 @@ def make_environments(args: Args) -> tuple[list[gym.Env], list[int]]:
         is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-    seeds = np.random.SeedSequence(args.seed).generate_state(2 * args.num_envs).tolist()
+    seeds = np.random.SeedSequence([args.seed, step]).generate_state(2 * args.num_envs).tolist()
     for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
         env.action_space.seed(seed)
     return envs, seeds[: args.num_envs]
@@ -397,6 +601,8 @@ class Rollout:
 class ContinuousPPOAgent:
     """The networks, their optimiser, and the update on them."""
 
+    saved = ("network", "optimizer", "losses", "observation_moments", "return_variance")
+
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.args, self.device = args, device
         observation_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
@@ -506,21 +712,26 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
-    envs, seeds = make_environments(args)
+    checkpoint = load_checkpoint(args)
+    envs, seeds = make_environments(args, checkpoint["global_step"])
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = ContinuousPPOAgent(args, envs[0], device)
     rollout = agent.rollout.arrays
 
-    with Run(args, device) as run:
+    with Run(args, device, checkpoint, agent) as run:
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         raw = np.stack(first, dtype=np.float64)
         observation = agent.normalize(raw)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        iterations, learning_rate = -(-args.total_timesteps // args.num_envs) // args.num_steps, args.learning_rate
+        iterations = -(-args.total_timesteps // args.num_envs) // args.num_steps
+        learning_rate, last_step = args.learning_rate, iterations * args.num_steps * args.num_envs
         while run.global_step < args.total_timesteps:
             # Act
-            iteration, t = divmod(run.global_step // args.num_envs, args.num_steps)
+            t = (run.global_step - run.first_step) // args.num_envs % args.num_steps
+            if t == 0 and args.anneal_lr:
+                learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
+                agent.optimizer.param_groups[0]["lr"] = learning_rate
             chosen = agent.act(observation)
             rollout["observation"][t] = observation
             for name, values in chosen.items():
@@ -540,9 +751,6 @@ def main(args: Args) -> None:
 
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps - 1:
-                if args.anneal_lr:
-                    learning_rate = linear_schedule(args.learning_rate, 0.0, iterations, iteration)
-                    agent.optimizer.param_groups[0]["lr"] = learning_rate
                 agent.rollout.upload()
                 agent.prepare()
                 for _ in range(args.update_epochs):
@@ -552,8 +760,8 @@ def main(args: Args) -> None:
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
-            run.log(agent.losses if run.updates else {}, learning_rate)
+            run.end_step(agent.losses if run.updates else {}, learning_rate)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, default=stored_args()))
