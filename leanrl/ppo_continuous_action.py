@@ -352,13 +352,11 @@ class Run:
 
     def __enter__(self):
         def interrupt(number, _frame):  # SIGTERM ends a run as Ctrl-C does
-            if self.is_ending:
-                return  # a second one must not cost the summary
             if self.stop is None and self.global_step > self.first_step:
-                self.stop = number
-                print(f"\nstops after this step, at once on another signal {number}", file=sys.stderr, flush=True)
-            else:
-                self.stop, self.is_ending = None, True
+                self.stop, self.stop_time = number, time.perf_counter()
+                self.bar.set_postfix_str("stops after this step, or at once if asked again")
+            elif not self.is_ending and (self.stop is None or time.perf_counter() - self.stop_time > 1):
+                self.stop, self.is_ending = None, True  # once it is ending, nothing may cost the summary
                 raise KeyboardInterrupt(number)
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -419,7 +417,7 @@ class Run:
             checkpoint["parts"] = state_of(self.parts)
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, FloatingPointError) as error:
-            print(f"\nno checkpoint at step {self.global_step}: {error}", file=sys.stderr, flush=True)
+            self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""

@@ -47,16 +47,18 @@ def read_run(output_dir):
 def launch(tmp_path_factory):
     """launch(script, "--flag", "value", …, env_id=…): the run's files, its output, and how it ended.
 
-    An environment named without a kind gets the one that the script can take; `raises` is the exception to expect.
+    An environment named without a kind gets the one that the script can take; `raises` is the exception to expect, and
+    `stop_after` the step of each environment in which the run is sent SIGINT.
     """
 
-    def launch(script, *flags, env_id="Counter", raises=None):
+    def launch(script, *flags, env_id="Counter", raises=None, stop_after=None):
         module, output_dir = importlib.import_module(script), tmp_path_factory.mktemp("runs")
         if "-v" not in env_id:
             env_id += f"{environments.kind_of(script)}-v0"
         cuda = [] if "--cuda" in flags else ["--no-cuda"]
         argv = ["--env-id", env_id, "--output-dir", str(output_dir), *cuda, *map(str, flags)]
         environments.Counter.forget()
+        environments.Counter.stop_after = stop_after
         out, err = io.StringIO(), io.StringIO()
         expected = pytest.raises(raises) if raises else contextlib.nullcontext()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), expected as caught:

@@ -6,6 +6,7 @@ strict: a reset without its seed (or with a second one), a step after an episode
 """
 
 import os
+import signal
 
 import gymnasium as gym
 import numpy as np
@@ -59,18 +60,19 @@ def scripted_episodes(seeds, total_steps):
 class Counter(gym.Env):
     """Counts; `made` and `finished` are what all of its kind have seen since `forget()`.
 
-    From its n-th step on `nan_from=n` pays NaN; at that step `fail_at=n` raises, and `signal_at=n, signal=s` has the
+    From its n-th step on `nan_from=n` pays NaN; at that step `fail_at=n` raises, and `signal_at=n, number=s` has the
     operating system send this process s.
     """
 
     made: list["Counter"] = []  # noqa: RUF012 - shared on purpose
     finished: list[dict] = []  # noqa: RUF012
+    stop_after = None  # the step in which each sends this process SIGINT
 
-    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, signal=None):
+    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, number=None):
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(LOW, HIGH)
         self.discrete, self.nan_from, self.fail_at = discrete, nan_from, fail_at
-        self.signal_at, self.signal = signal_at, signal
+        self.signal_at, self.number = signal_at, number
         self.seed, self.episode, self.t, self.steps, self.actions = None, -1, None, 0, []
         Counter.made.append(self)
 
@@ -78,6 +80,7 @@ class Counter(gym.Env):
     def forget():
         Counter.made.clear()
         Counter.finished.clear()
+        Counter.stop_after = None
 
     def reset(self, *, seed=None, options=None):
         assert (seed is None) != (self.seed is None), "each environment is seeded once, at its first reset"
@@ -99,8 +102,10 @@ class Counter(gym.Env):
         self.actions.append(np.array(action))
         if self.steps == self.fail_at:
             raise RuntimeError("the environment broke down")
+        if self.steps == Counter.stop_after:
+            os.kill(os.getpid(), signal.SIGINT)
         if self.steps == self.signal_at:
-            os.kill(os.getpid(), self.signal)
+            os.kill(os.getpid(), self.number)
         reward = reward_of(self.key, self.episode, self.t, action)
         if self.nan_from is not None and self.steps >= self.nan_from:
             reward = float("nan")
@@ -143,8 +148,8 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         ("Counter", {}),
         ("NaNReward", {"nan_from": 90}),
         ("Failing", {"fail_at": 90}),
-        ("Interrupting", {"signal_at": 90, "signal": 2}),
-        ("Terminating", {"signal_at": 90, "signal": 15}),
+        ("Interrupting", {"signal_at": 90, "number": signal.SIGINT}),
+        ("Terminating", {"signal_at": 90, "number": signal.SIGTERM}),
     ):
         gym.register(f"{name}{kind}-v0", Counter, kwargs={"discrete": is_discrete, **kwargs})
     for name, (observations, actions) in SPACES.items():

@@ -1,5 +1,6 @@
 """The replay ring of the compiled scripts and the eager buffer, checked against a plain list of transitions."""
 
+import io
 import itertools
 from types import SimpleNamespace
 
@@ -134,6 +135,47 @@ def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_
         for number in {number for numbers in drawn for number in numbers.tolist()}:
             assert_holds(ring, happened[: number + 1], number)  # gathered after it
         assert max(earlier[0].tolist()) >= len(happened), "some are still to come"
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["same capacity", "more room"])
+@pytest.mark.parametrize("num_envs, steps, capacity", [(1, 13, 20), (3, 4, 20), (1, 50, 20), (3, 17, 20), (3, 12, 40)])
+def test_ring_goes_on_from_a_checkpoint_with_every_transition_as_it_happened(num_envs, steps, capacity, grows):
+    """All environments begin new episodes there; no transition may lead from the old one into the new one."""
+    arguments, env = args_of(10**6 if grows else capacity, num_envs, 2000, train_frequency=4 * num_envs), fake_env(None)
+    arguments.total_timesteps = steps * num_envs if grows else 10**9
+    stream, happened, ring = Stream(num_envs, MIXED), [], ReplayRing(arguments, env, CPU)
+    for _ in range(steps):
+        step_all(ring, stream, happened)
+        if ring.filled == len(ring.staged):  # the last block is staged in part
+            ring.upload()
+            ring.write()
+    file = io.BytesIO()
+    torch.save(ring.state_dict(), file)
+    file.seek(0)
+    arguments.total_timesteps += 1000
+    ring = ReplayRing(arguments, env, CPU, first=len(happened))
+    ring.load_state_dict(torch.load(file, weights_only=True))
+    stream.episode, stream.t = [episode + 1 for episode in stream.episode], [0] * num_envs
+    for _ in range(30):
+        first = max(0, len(happened) - (10**6 if grows else capacity))
+        assert ring.written.item() == ring.added == len(happened)
+        assert_holds(ring, happened, max(ring.oldest.item(), first))
+        assert set(draw(ring, len(happened)).tolist()) == set(range(first, len(happened)))
+        step_all(ring, stream, happened)
+        ring.upload()
+        ring.write()
+
+
+def test_ring_that_begins_empty_at_a_later_step():
+    """As a resumed run's without its replay: nothing older than itself is drawn."""
+    stream, happened, ring = Stream(2, MIXED), [], ReplayRing(args_of(20, 2, 500), fake_env(None), CPU, first=134)
+    for _ in range(25):
+        step_all(ring, stream, happened)
+        ring.upload()
+        ring.write()
+        assert set(draw(ring, 134 + len(happened)).tolist()) == {134 + n for n in range(len(happened))[-20:]}
+        numbers = torch.arange(134 + max(0, len(happened) - 20), 134 + len(happened))
+        assert ring.gather(numbers)["reward"].tolist() == [row[2] for row in happened[-20:]]
 
 
 def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation():

@@ -1,0 +1,397 @@
+"""A run that is stopped goes on: what checkpoint.pt holds, what --resume makes of it, and what it refuses."""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import environments
+from test_run_files import ON_POLICY, SCRIPTS, algorithm_of, small
+
+CPU = torch.device("cpu")
+NO_REPLAY = [script for script in SCRIPTS if algorithm_of(script) not in ON_POLICY]
+
+
+def lines_of(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def untimed(folder):
+    """Everything in the files of metrics and episodes but what a clock gave."""
+    metrics = [
+        {key: line[key] for key in line if key not in ("wall_time", "fps")} for line in lines_of(folder, "metrics")
+    ]
+    return metrics, lines_of(folder, "episodes")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def resume(script, folder, **changes):
+    """Runs `main` in this process as `--resume folder` would; its Run, its output, and its environments."""
+    module = importlib.import_module(script)
+    environments.Counter.forget()
+    config = json.loads((folder / "config.json").read_text())
+    known = {field.name: config[field.name] for field in dataclasses.fields(module.Args)}
+    runs, out, err = [], io.StringIO(), io.StringIO()
+    enter = module.Run.__enter__
+
+    def noting(run):
+        runs.append(run)
+        run.loaded = module.state_of(run.parts["agent"])
+        run.loaded = torch.load(copy_of(run.loaded), weights_only=True)
+        return enter(run)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(module.Run, "__enter__", noting)
+        module.main(module.Args(**known | {"resume": str(folder)} | changes))
+    return SimpleNamespace(run=runs[0], out=out.getvalue(), err=err.getvalue(), made=list(environments.Counter.made))
+
+
+def copy_of(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def assert_equal(ours, theirs):
+    """Nested dicts of tensors and numbers."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert_equal(ours[name], theirs[name])
+    elif isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    else:
+        assert ours == theirs
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def stopped(request, launch):
+    """A script, and a run of it that was ended by a signal in its 110th step."""
+    script = request.param
+    replay = ["--save-replay"] if script in NO_REPLAY else []
+    run = launch(script, *small(script, 40), *replay, env_id="Counter", raises=SystemExit, stop_after=110)
+    assert run.error.code == 130 and run.summary["global_step"] == 110
+    return script, run
+
+
+@pytest.fixture
+def copied(stopped, tmp_path):
+    """The same, in a folder that may be changed."""
+    script, run = stopped
+    return script, Path(shutil.copytree(run.folder, tmp_path / run.folder.name))
+
+
+def test_a_stopped_run_goes_on(copied):
+    script, folder = copied
+    before, checkpoint = untimed(folder), torch.load(folder / "checkpoint.pt", weights_only=True)
+    first_summary = json.loads((folder / "summary.json").read_text())
+    resumed = resume(script, folder)
+    assert_equal(resumed.run.loaded, checkpoint["parts"]["agent"])
+
+    # No step is missing or there twice, and nothing that was written before has changed
+    metrics, episodes = untimed(folder)
+    assert [line["global_step"] for line in metrics] == [1, 100, 200, 300]
+    assert metrics[: len(before[0])] == before[0] and episodes[: len(before[1])] == before[1]
+    (env,) = resumed.made
+    scripted = environments.scripted_episodes([env.seed], 190)  # it begins a new episode at step 110
+    ends = [(line["global_step"], line["length"]) for line in episodes[len(before[1]) :]]
+    assert ends == [(step + 110, length) for step, _, length, _ in scripted]
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["global_step"] == 300 and summary["episodes"] == len(episodes)
+    assert summary["updates"] > first_summary["updates"] > 0
+    assert summary["wall_seconds"] > first_summary["wall_seconds"]
+    assert summary["fps_window"][0] > 110
+    times = [line["wall_time"] for line in lines_of(folder, "metrics")]
+    assert times == sorted(times)
+    last = episodes[-100:]
+    assert summary["episode_return"] == pytest.approx(sum(line["return"] for line in last) / len(last), abs=1e-4)
+    assert not list(folder.glob("*.new"))
+
+
+def test_updates_are_as_many_as_without_the_stop(copied, launch):
+    """With its replay, an off-policy run makes up for nothing; a rollout that was under way is lost."""
+    script, folder = copied
+    resume(script, folder)
+    uncut = launch(script, *small(script, 40))
+    updates = json.loads((folder / "summary.json").read_text())["updates"]
+    assert updates == uncut.summary["updates"]  # on policy: steps 110 and 300 end rollouts of 10
+
+
+def test_two_resumes_from_one_checkpoint_give_the_same_files(copied, tmp_path):
+    script, folder = copied
+    other = shutil.copytree(folder, tmp_path / "other")
+    resume(script, folder)
+    resume(script, other)
+    assert untimed(folder) == untimed(other)
+
+
+def test_other_seeds_than_before(copied, stopped):
+    script, folder = copied
+    (env,) = resume(script, folder).made
+    assert env.seed not in [made.seed for made in stopped[1].made]
+
+
+def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
+    """Such as a killed run leaves: some whole, the last one not."""
+    script, folder = copied
+    longer = Path(shutil.copytree(folder, tmp_path / "longer"))
+    for name in ("metrics", "episodes"):
+        with open(longer / f"{name}.jsonl", "a") as file:
+            file.write('{"global_step": 111, "return": 1.0}\n{"global_step": 120}\n{"global_step": 1')
+    resume(script, folder)
+    resume(script, longer)
+    assert untimed(folder) == untimed(longer)
+
+
+def test_it_may_grow(copied):
+    script, folder = copied
+    resume(script, folder, total_timesteps=400)
+    assert [line["global_step"] for line in lines_of(folder, "metrics")] == [1, 100, 200, 300, 400]
+    assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 400
+    resume(script, folder, total_timesteps=450)
+    assert json.loads((folder / "summary.json").read_text())["global_step"] == 450
+
+
+@pytest.mark.parametrize("script", NO_REPLAY)
+def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, script):
+    run = launch(script, *small(script, 40), raises=SystemExit, stop_after=110)
+    before = run.summary["updates"]
+    resumed = resume(script, run.folder)
+    frequency = 10 if script.startswith("dqn") else 1
+    assert resumed.run.updates - before == (300 - 110 - 40) // frequency
+    random = [str(action.tolist()) for action in resumed.made[0].actions[:30]]
+    assert script.startswith("dqn") or len(set(random)) == 30  # the policy acts, not the action space's own generator
+
+
+def test_save_every(launch, monkeypatch):
+    module, steps = importlib.import_module("dqn"), []
+    save = module.Run.save
+    monkeypatch.setattr(module.Run, "save", lambda run: steps.append(run.global_step) or save(run))
+    run = launch("dqn", *small("dqn"), "--save-every", 70, "--num-envs", 4)
+    assert steps == [72, 140, 212, 280, 300] and (run.folder / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize("name, status", [("Failing", "failed"), ("NaNReward", "failed")])
+def test_after_a_failure(launch, name, status):
+    """A run that failed can go on, but a checkpoint never holds what is not finite."""
+    run = launch("sac_continuous_action", *small("sac", 30), env_id=name, raises=(RuntimeError, SystemExit))
+    assert run.summary["status"] == status
+    if name == "NaNReward":
+        assert not (run.folder / "checkpoint.pt").exists() and "not finite" in run.err
+    else:
+        assert torch.load(run.folder / "checkpoint.pt", weights_only=True)["global_step"] == 89
+
+
+# ---- What is refused ----
+@pytest.fixture(scope="module")
+def small_run(launch):
+    return launch("dqn", *small("dqn"), raises=SystemExit, stop_after=200).folder
+
+
+def load(folder, **changes):
+    """`load_checkpoint` of dqn.py, its files closed again; returns (exit status, stderr)."""
+    module, err = importlib.import_module("dqn"), io.StringIO()
+    config = json.loads((folder / "config.json").read_text())
+    known = {field.name: config[field.name] for field in dataclasses.fields(module.Args)}
+    before = contents(folder)
+    try:
+        with contextlib.redirect_stderr(err):
+            checkpoint = module.load_checkpoint(module.Args(**known | {"resume": str(folder)} | changes))
+        for file in checkpoint["files"].values():
+            file.close()
+        return 0, ""
+    except SystemExit as stop:
+        assert contents(folder) == before
+        return stop.code, err.getvalue()
+
+
+def test_a_whole_checkpoint_is_taken(small_run):
+    assert load(small_run) == (0, "")
+
+
+def test_a_checkpoint_cut_anywhere_is_refused(small_run, tmp_path):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    whole = (folder / "checkpoint.pt").read_bytes()
+    for percent in range(100):
+        (folder / "checkpoint.pt").write_bytes(whole[: len(whole) * percent // 100])
+        status, err = load(folder)
+        assert status == 2 and err.count("\n") == 1 and "--resume" in err and "checkpoint.pt" in err
+
+
+def test_a_checkpoint_with_a_wrong_byte_is_refused(small_run, tmp_path):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    whole = (folder / "checkpoint.pt").read_bytes()
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    weights = checkpoint["parts"]["agent"]["q_network"]["fc2.weight"].numpy().tobytes()
+    place = whole.index(weights) + 1000
+    (folder / "checkpoint.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    status, err = load(folder)
+    assert status == 2 and err.count("\n") == 1 and "damaged" in err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"format": 0}, {"script": "td3_continuous_action"}, {"env_id": "CartPole-v1"}],
+    ids=lambda c: next(iter(c)),
+)
+def test_a_foreign_checkpoint_is_refused(small_run, tmp_path, change):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    torch.save(checkpoint | change, folder / "checkpoint.pt")
+    status, err = load(folder)
+    assert status == 2 and err.count("\n") == 1 and str(next(iter(change.values()))) in err
+
+
+@pytest.mark.parametrize("content", [{"weight": torch.ones(3)}, torch.ones(3), [1, 2]], ids=lambda c: type(c).__name__)
+def test_a_file_that_is_no_checkpoint_is_refused(small_run, tmp_path, content):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    torch.save(content, folder / "checkpoint.pt")
+    status, err = load(folder)
+    assert status == 2 and err.count("\n") == 1 and "checkpoint.pt" in err
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "config.json", "metrics.jsonl", "episodes.jsonl"])
+def test_a_file_is_missing(small_run, tmp_path, name, start):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    (folder / name).unlink()
+    process = start("dqn.py", "--resume", folder)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 2 and err.count("\n") == 1 and "--resume" in err and name in err
+    assert not (folder / name).exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(small_run, tmp_path):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["parts"]["agent"]["q_network"]["fc1.weight"] = torch.zeros(7, 7)
+    torch.save(checkpoint, folder / "checkpoint.pt")
+    before = contents(folder)
+    with pytest.raises(SystemExit) as caught:
+        resume("dqn", folder)
+    assert caught.value.code == 2 and contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"gamma": 0.9}, {"seed": 5}, {"env_id": "CartPole-v1"}, {"num_envs": 2}, {"total_timesteps": 299}, {"save_replay": True}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_a_changed_argument_is_named(small_run, change):
+    (name, value), flag = next(iter(change.items())), f"--{next(iter(change)).replace('_', '-')}"
+    status, err = load(small_run, **change)
+    assert status == 2 and err.count("\n") == 1
+    assert f"{flag} {value}" in err or (name == "env_id" and "CounterDiscrete-v0" in err)
+
+
+def test_a_folder_in_use_is_refused(small_run):
+    with open(small_run / "metrics.jsonl") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        status, err = load(small_run)
+    assert status == 2 and err.count("\n") == 1 and "in use" in err
+    assert load(small_run) == (0, "")
+
+
+def test_from_the_shell(small_run, tmp_path, start):
+    """Two processes resume one folder, with the run's arguments as their defaults; a changed one is refused."""
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"env_id": "environments:CounterDiscrete-v0", "gamma": 0.9})
+    )
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    torch.save(checkpoint | {"env_id": "environments:CounterDiscrete-v0"}, folder / "checkpoint.pt")
+    process = start("dqn.py", "--resume", folder, "--gamma", 0.99)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 2 and err == "error: --gamma 0.99: must be 0.9 as before\n"
+    pair = [start("dqn.py", "--resume", folder, "--total-timesteps", 30_000, cwd=tmp_path) for _ in range(2)]
+    ends = [(*process.communicate(timeout=300), process.returncode) for process in pair]
+    assert sorted(status for *_, status in ends) == [0, 2], ends
+    (refused,) = [err for _, err, status in ends if status == 2]
+    assert refused.count("\n") == 1 and "in use" in refused
+    assert json.loads((folder / "summary.json").read_text())["global_step"] == 30_000
+    steps = [line["global_step"] for line in lines_of(folder, "metrics")]
+    assert steps == sorted(set(steps)) and steps[-1] == 30_000
+
+
+# ---- Killed, and out of disk ----
+def in_a_child(work):
+    """Forks; the child does `work` and is gone. Returns its number."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+                work()
+        finally:
+            os._exit(0)
+    return child
+
+
+def test_killed_at_any_moment_it_can_be_resumed(small_run, tmp_path):
+    """50 times, each time going on from what the kill before it left; it saves after every step."""
+    folder, steps = Path(shutil.copytree(small_run, tmp_path / "run")), []
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"save_every": 1, "total_timesteps": 10**6}))
+    pauses = torch.rand(50, generator=torch.Generator().manual_seed(1)).mul(0.25).tolist()
+    for pause in pauses:
+        written = os.stat(folder / "checkpoint.pt").st_mtime_ns
+        child = in_a_child(lambda: resume("dqn", folder))
+        deadline = time.monotonic() + 60
+        while os.stat(folder / "checkpoint.pt").st_mtime_ns == written and time.monotonic() < deadline:
+            time.sleep(0.001)  # until it has begun to save
+        time.sleep(pause)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert load(folder) == (0, "")
+        steps.append(torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"])
+    assert steps == sorted(set(steps)), "each went further than the one before"
+    (folder / "config.json").write_text(json.dumps(config | {"total_timesteps": steps[-1] + 300}))
+    resume("dqn", folder)
+    logged = [line["global_step"] for line in lines_of(folder, "metrics")]
+    assert logged == [1, *range(100, steps[-1] + 300, 100), *[steps[-1] + 300] * ((steps[-1] + 300) % 100 > 0)]
+
+
+@pytest.mark.parametrize("limit", [1000, 30_000])
+def test_a_full_disk_leaves_the_checkpoint_before(small_run, tmp_path, limit):
+    """Files may grow to `limit` bytes, less than a checkpoint."""
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    whole = (folder / "checkpoint.pt").read_bytes()
+    assert len(whole) > 30_000
+    status = tmp_path / "status"
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        resumed = resume("dqn", folder)
+        os.write(os.open(status, os.O_CREAT | os.O_WRONLY), resumed.err.encode()[:500])
+
+    os.waitpid(in_a_child(work), 0)
+    assert (folder / "checkpoint.pt").read_bytes() == whole and not list(folder.glob("*.new"))
+    assert load(folder) == (0, "")
+    if limit > 1000:  # there is room for everything else: the run goes on to its end, and says what it could not do
+        assert "no checkpoint at step 300" in status.read_text()
+        assert json.loads((folder / "summary.json").read_text())["global_step"] == 300
+
+
+def test_replay_needs_free_disk(monkeypatch, tmp_path, capsys):
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+    module = importlib.import_module("dqn")
+    args = module.Args(env_id="CounterDiscrete-v0", save_replay=True, output_dir=str(tmp_path / "runs"), cuda=False)
+    with pytest.raises(SystemExit) as caught:
+        module.main(args)
+    assert caught.value.code == 2 and "--save-replay" in capsys.readouterr().err and not (tmp_path / "runs").exists()
