@@ -252,20 +252,6 @@ def write_json(path: Path, content: Mapping) -> None:
     replace_file(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
 
 
-def random_states() -> dict:
-    kind, keys, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {})
-
-
-def set_random_states(states: Mapping) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_initialized() and "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
-
-
 class Run:
     """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
 
@@ -348,7 +334,10 @@ class Run:
         except (AttributeError, KeyError, ValueError, RuntimeError) as error:
             fail("resume", self.args.resume, f"its checkpoint.pt does not fit this script ({error!r:.100})")
         self.recent.extend(checkpoint["recent"])
-        set_random_states(checkpoint["random"])
+        setters = [random.setstate, np.random.set_state, torch.set_rng_state]
+        setters += [torch.cuda.set_rng_state] * (self.device.type == "cuda")
+        for set_state, state in zip(setters, checkpoint["random"], strict=False):
+            set_state(state)
         self.files = checkpoint["files"]
         for file in self.files.values():
             cut_lines(file, self.global_step)
@@ -359,11 +348,13 @@ class Run:
 
     def __enter__(self):
         def interrupt(number, _frame):  # SIGTERM ends a run as Ctrl-C does
+            if self.is_ending:
+                return  # nothing may cost the summary
             if self.stop is None and self.global_step > self.first_step:
                 self.stop, self.stop_time = number, time.perf_counter()
                 self.bar.set_postfix_str("stops after this step, or at once if asked again")
-            elif not self.is_ending and (self.stop is None or time.perf_counter() - self.stop_time > 1):
-                self.stop, self.is_ending = None, True  # once it is ending, nothing may cost the summary
+            elif self.stop is None or time.perf_counter() - self.stop_time > 1:
+                self.stop, self.is_ending = None, True
                 raise KeyboardInterrupt(number)
 
         self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -419,7 +410,11 @@ class Run:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
         self.wall_seconds = time.perf_counter() - self.start
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
-        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent), "random": random_states()}
+        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent)}
+        kind, keys, *rest = np.random.get_state()
+        checkpoint["random"] = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
+        if self.device.type == "cuda":
+            checkpoint["random"].append(torch.cuda.get_rng_state(self.device))
         try:
             checkpoint["parts"] = state_of(self.parts)
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))

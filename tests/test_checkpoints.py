@@ -272,7 +272,7 @@ def test_a_file_is_missing(small_run, tmp_path, name, start):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
     (folder / name).unlink()
     process = start("dqn.py", "--resume", folder)
-    out, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 2 and err.count("\n") == 1 and "--resume" in err and name in err
     assert not (folder / name).exists()
 
@@ -289,7 +289,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(small_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"gamma": 0.9}, {"seed": 5}, {"env_id": "CartPole-v1"}, {"num_envs": 2}, {"total_timesteps": 299}, {"save_replay": True}],
+    "change",
+    [
+        {"gamma": 0.9}, {"seed": 5}, {"env_id": "CartPole-v1"}, {"num_envs": 2}, {"total_timesteps": 299},
+        {"save_replay": True},
+    ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_a_changed_argument_is_named(small_run, change):
