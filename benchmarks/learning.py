@@ -75,7 +75,7 @@ NO_ARGUMENT = ("device", "device_name", "threads", "versions")
 PRIVATE = ("output_dir", "wandb_project", "wandb_entity")
 # Arguments that a result's name has anyway, or that leave what is learned alone
 NO_HYPERPARAMETER = ("seed", "env_id", "total_timesteps", "compile", "cudagraphs", "cuda", "torch_deterministic")
-NO_HYPERPARAMETER += ("track", "measure_burnin", *PRIVATE)
+NO_HYPERPARAMETER += ("track", "measure_burnin", "save_every", "resume", "save_replay", *PRIVATE)
 LOSS_POINTS = 200
 
 

@@ -638,15 +638,15 @@ class Adam:
 # ---- Compilation and capture ----
 def warm_up(steps: Sequence, agent, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    parts = [agent, *(part for part in vars(agent).values() if isinstance(part, Adam))]
-    tensors = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, torch.Tensor)]
+    parts = [vars(agent), agent.losses, *(vars(part) for part in vars(agent).values() if isinstance(part, Adam))]
+    tensors = [tensor for part in parts for tensor in part.values() if isinstance(tensor, torch.Tensor)]
     started, saved = run.now(), [tensor.clone() for tensor in tensors]
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in [step for step in steps for _ in range(4)]:
             step()
     for tensor, value in zip(tensors, saved, strict=True):
         tensor.copy_(value)
-    run.warmup_seconds = run.now() - started
+    run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----

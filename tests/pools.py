@@ -1,5 +1,7 @@
 """Stand-ins for EnvPool's Atari emulators: `reset`, `send` and `recv`, with autoreset in the step after an end."""
 
+import os
+import signal
 from collections import deque
 
 import gymnasium as gym
@@ -93,6 +95,9 @@ class Counting(Pool):
         if before[0] is None:  # the first reset
             return results
         Counting.steps += was_over.count(False)
+        if environments.Counter.stop_after is not None and Counting.steps >= environments.Counter.stop_after:
+            environments.Counter.stop_after = None
+            os.kill(os.getpid(), signal.SIGINT)
         for i in range(len(self.seeds)):
             row = (self, i, before[i], action[i], float(info["reward"][i]), terminated[i], truncated[i])
             Counting.rows.append((*row, not was_over[i]))

@@ -18,6 +18,7 @@ from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat
 from conftest import read_run
 from pools import Counting, Probing
 from ppo_atari_envpool_torchcompile import group_size
+from test_checkpoints import assert_equal, lines_of, resume
 
 EAGER, COMPILED = "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"
 SCRIPTS = [EAGER, COMPILED]
@@ -58,6 +59,27 @@ def play(launch, monkeypatch):
 
 
 # ---- What is recorded ----
+@each_script
+def test_a_stopped_run_goes_on(play, script):
+    """With new games and new seeds; the rollout that was under way is lost, its steps count."""
+    run = play(script, "--num-envs", 2, "--seed", 3, raises=SystemExit, stop_after=125)
+    begun, seeds = run.summary["global_step"], [seed for pool in run.made for seed in pool.seeds]
+    assert run.error.code == 130 and 125 <= begun < 130 and begun % 20 and run.summary["updates"] > 0
+    checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)
+    Counting.forget()
+    resumed = resume(script, run.folder)
+    assert_equal(resumed.run.loaded, checkpoint["parts"]["agent"])
+    assert not {seed for pool in Counting.made for seed in pool.seeds} & set(seeds)
+    episodes, summary = lines_of(run.folder, "episodes"), json.loads((run.folder / "summary.json").read_text())
+    assert episodes[: len(run.episodes)] == run.episodes
+    games = [game | {"global_step": game["global_step"] + begun} for game in Counting.games]
+    assert episodes[len(run.episodes) :] == games and len(games) > 3
+    assert summary["global_step"] == len(Counting.rows) - sum(not row[-1] for row in Counting.rows) + begun >= 260
+    assert summary["updates"] == run.summary["updates"] + len(Counting.rows) // 20 * 4
+    steps = [line["global_step"] for line in lines_of(run.folder, "metrics")]
+    assert steps == sorted(set(steps))
+
+
 @each_script
 @pytest.mark.parametrize("num_envs", [1, 3, 4])
 def test_lives_time_limits_and_ends_of_games(play, script, num_envs):

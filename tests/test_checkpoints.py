@@ -199,6 +199,27 @@ def test_after_a_failure(launch, name, status):
         assert torch.load(run.folder / "checkpoint.pt", weights_only=True)["global_step"] == 89
 
 
+def test_a_compiled_run_goes_on_with_what_was_loaded(launch, monkeypatch):
+    """The warm-up puts back what it changed, and nothing is compiled for other tensors than those that were loaded."""
+    run = launch("dqn_torchcompile", *small("dqn", 40), "--compile", raises=SystemExit, stop_after=110)
+    checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)["parts"]["agent"]
+    module, seen = importlib.import_module("dqn_torchcompile"), []
+    warm_up = module.warm_up
+
+    def noting(steps, agent, run):
+        warm_up(steps, agent, run)
+        seen.append(torch.load(copy_of(module.state_of(agent)), weights_only=True))
+
+    monkeypatch.setattr(module, "warm_up", noting)
+    resumed = resume("dqn_torchcompile", run.folder)
+    assert_equal(seen[0], checkpoint)
+    assert resumed.run.updates == (300 - 110 - 40) // 10 + run.summary["updates"]
+    now = module.state_of(resumed.run.parts["agent"])
+    assert not torch.equal(now["q_network"], checkpoint["q_network"])
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["warmup_seconds"] > run.summary["warmup_seconds"] > 0
+
+
 # ---- What is refused ----
 @pytest.fixture(scope="module")
 def small_run(launch):
