@@ -198,12 +198,11 @@ def load_checkpoint(args: Args) -> dict:
     try:
         config = json.loads(Path(args.resume, "config.json").read_text())
         files = {name: open(Path(args.resume, f"{name}.jsonl"), "r+", buffering=1) for name in ("metrics", "episodes")}
-        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock(files["metrics"]):
+            fail("resume", args.resume, "is in use by another run")
         path = Path(args.resume, "checkpoint.pt")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         found = (checkpoint["format"], checkpoint["script"], checkpoint["env_id"], zipfile.ZipFile(path).testzip())
-    except BlockingIOError:
-        fail("resume", args.resume, "is in use by another run")
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         reason = str(error).partition("\n")[0] or type(error).__name__
         fail("resume", args.resume, f"must be the folder of a run with a checkpoint.pt that is whole ({reason})")
@@ -215,6 +214,15 @@ def load_checkpoint(args: Args) -> dict:
         if name != "resume" and not may_grow and value != config.get(name):
             fail(name, value, f"must be {config.get(name)} as before" + ", or more" * (name == "total_timesteps"))
     return checkpoint | {"config": config, "files": files}
+
+
+def lock(file: TextIO) -> bool:
+    """Keeps other runs from a file until this process ends; False if one has it (some disks can't tell)."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def cut_lines(file: TextIO, step: int) -> None:
@@ -317,7 +325,7 @@ class Run:
                 time.sleep(0.1)  # another run began within this second
         write_json(folder / "config.json", vars(self.args) | self.about)
         self.files = {name: open(folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
-        fcntl.flock(self.files["metrics"], fcntl.LOCK_EX)
+        lock(self.files["metrics"])
         return folder
 
     def reopen_folder(self, checkpoint: Mapping) -> Path:
