@@ -6,8 +6,9 @@
 
 `run` skips what has a result already and collects each run as it finishes. A result is
 benchmarks/results/learning/ENV__SCRIPT__VARIANT__STEPS__seedSEED.json (with __ARGUMENT-VALUE before the seed for each
-hyperparameter that is not the script's default): the run's arguments, versions and summary, every episode (as columns),
-the losses at 200 points at most, and the mean returns of the last 20 and 100 episodes.
+hyperparameter that is not the script's default, and __resumed-TIMES if the run was stopped and resumed): the run's
+arguments, versions and summary, every episode (as columns), the losses at 200 points at most, and the mean returns of
+the last 20 and 100 episodes.
 """
 
 import ast
@@ -63,6 +64,23 @@ PLAN = [
         "env_id": "InvertedPendulum-v4",
         "steps": 60_000,
         "seeds": [1, 2, 3],
+    },
+    # Stopped half-way and resumed, to compare with those that were not
+    {
+        "script": PPO,
+        "flags": "--compile",
+        "env_id": "CartPole-v1",
+        "steps": 500_000,
+        "seeds": [1, 2, 3],
+        "stop_at": 250_000,
+    },
+    {
+        "script": SAC,
+        "flags": "--compile --save-replay",
+        "env_id": "InvertedPendulum-v4",
+        "steps": 60_000,
+        "seeds": [1, 2, 3],
+        "stop_at": 30_000,
     },
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
@@ -164,7 +182,10 @@ def collect(folder: Path) -> dict:
         raise ValueError(f"{folder}: has {len(returns)} episodes, where its summary counts {summary['episodes']}")
     arguments = {key: value for key, value in config.items() if key not in (*NO_ARGUMENT, *PRIVATE)}
     result = {"kind": "learning", "script": summary["script"], "variant": summary["variant"]}
-    result |= {"changed": changed_from_defaults(summary["script"], arguments), "arguments": arguments}
+    changed = changed_from_defaults(summary["script"], arguments)
+    if summary.get("resumed_at"):
+        changed["resumed"] = len(summary["resumed_at"])
+    result |= {"changed": changed, "arguments": arguments}
     result |= {**{key: config[key] for key in NO_ARGUMENT}, "summary": summary}
     result |= {"return_last_20": mean_of_last(returns, 20), "return_last_100": mean_of_last(returns, 100)}
     return result | {"episodes": episodes, "losses": losses_of(read_columns(folder / "metrics.jsonl"))}
@@ -209,7 +230,7 @@ def collect_all(args: CollectArgs) -> None:
 def arguments_of(flags: Sequence[str]) -> dict[str, object]:
     """The arguments that flags like `--learning-starts 5000 --no-autotune` set."""
     arguments = {}
-    for flag, value in zip(flags, [*flags[1:], "--"], strict=True):
+    for flag, value in zip(flags, [*flags, "--"][1:], strict=True):
         if not flag.startswith("--"):
             continue
         name = flag[2:].replace("-", "_")
@@ -236,11 +257,14 @@ def jobs_of(plan: Sequence[dict]) -> list[dict]:
         switches = [flag for flag in ("--compile", "--cudagraphs") if flag in flags]
         variant = next((name for name, needed in FLAGS.items() if needed and needed == switches), "eager")
         changed = changed_from_defaults(entry["script"], arguments_of(flags))
+        if "stop_at" in entry:
+            changed["resumed"] = 1
         for seed in entry["seeds"]:
             name = result_name(entry["env_id"], entry["script"], variant, entry["steps"], changed, seed)
             command = [*flags, "--env-id", entry["env_id"], "--total-timesteps", str(entry["steps"])]
             command += ["--seed", str(seed)]
-            jobs.append({"name": name, "script": entry["script"], "flags": command})
+            stop_at = {"stop_at": entry["stop_at"]} if "stop_at" in entry else {}
+            jobs.append({"name": name, "script": entry["script"], "flags": command, **stop_at})
     return jobs
 
 
@@ -249,23 +273,39 @@ def start(job: dict, args: RunArgs) -> subprocess.Popen:
     environment = os.environ | ({"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {})
     folder = args.output_dir / job["name"].removesuffix(".json")
     folder.mkdir(parents=True, exist_ok=True)
-    job["folder"], job["started"] = folder, time.time()
-    job["known"] = set(folder.glob("*/summary.json"))
-    command = [sys.executable, str(SCRIPTS / f"{job['script']}.py"), *job["flags"], "--output-dir", str(folder)]
-    with open(folder / "log", "w") as log:
+    job["folder"] = folder
+    job.setdefault("started", time.time())
+    job.setdefault("known", {path.parent for path in folder.glob("*/summary.json")})
+    command = [sys.executable, str(SCRIPTS / f"{job['script']}.py"), *job["flags"]]
+    command += [] if "--resume" in command else ["--output-dir", str(folder)]
+    with open(folder / "log", "a") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
 
 
+def stop_and_resume(job: dict, process: subprocess.Popen, args: RunArgs) -> subprocess.Popen:
+    """Sends a job SIGINT once it has passed its step `stop_at`, if it has one, and goes on with it in a new process."""
+    if "stop_at" not in job:
+        return process
+    folders = {path.parent for path in job["folder"].glob("*/metrics.jsonl")} - job["known"]
+    lines = [line for folder in folders for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True)]
+    if not any(line.endswith("\n") and json.loads(line)["global_step"] >= job["stop_at"] for line in lines[-1:]):
+        return process
+    process.send_signal(signal.SIGINT)
+    process.wait()
+    del job["stop_at"]
+    return start(job | {"flags": ["--resume", str(*folders)]}, args)
+
+
 def finish(job: dict, code: int, args: RunArgs) -> str | None:
     """Collects a job that has ended; why not, if that fails."""
     log = (job["folder"] / "log").read_text().strip().splitlines() or ["no output"]
-    summaries = set(job["folder"].glob("*/summary.json")) - job["known"]
-    if code != 0 or len(summaries) != 1:
+    folders = {path.parent for path in job["folder"].glob("*/summary.json")} - job["known"]
+    if code != 0 or len(folders) != 1:
         return f"exit status {code}: {log[-1]}"
     try:
-        result = collect(summaries.pop().parent)
+        result = collect(folders.pop())
         write(result, args.results)
     except ValueError as error:
         return str(error)
@@ -298,6 +338,7 @@ def run_all(args: RunArgs) -> None:
                 print(f"{job['name']}: started", flush=True)
                 running.append((job, start(job, args)))
             time.sleep(0.2)
+            running = [(job, stop_and_resume(job, process, args)) for job, process in running]
             for job, process in [pair for pair in running if pair[1].poll() is not None]:
                 running.remove((job, process))
                 if reason := finish(job, process.returncode, args):

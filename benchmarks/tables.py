@@ -78,7 +78,10 @@ def learning_results(results: Path) -> dict[tuple, list[dict]]:
     for path in sorted((results / "learning").glob("*.json")):
         result = load(path)
         arguments = result["arguments"]
-        flags = "".join(f", --{name.replace('_', '-')} {value}" for name, value in result["changed"].items())
+        changed = dict(result["changed"])
+        times = changed.pop("resumed", 0)
+        flags = "".join(f", --{name.replace('_', '-')} {value}" for name, value in changed.items())
+        flags += f", stopped and resumed{f' {times} times' * (times > 1)}" * (times > 0)
         key = (arguments["env_id"], result["script"], result["variant"] + flags, arguments["total_timesteps"])
         groups.setdefault(key, []).append(result)
     return {key: sorted(groups[key], key=lambda r: r["arguments"]["seed"]) for key in sorted(groups)}

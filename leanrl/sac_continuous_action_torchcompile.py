@@ -274,7 +274,7 @@ class Run:
 
     def __init__(self, args: Args, device: torch.device, checkpoint: Mapping, agent: object, buffer: object = None):
         self.args, self.device, self.warmup_seconds, self.wall_seconds = args, device, 0.0, 0.0
-        self.global_step = self.updates = self.episodes = 0
+        self.global_step, self.updates, self.episodes, self.resumed_at = 0, 0, 0, []
         self.window, self.recent, self.stop, self.is_ending = None, deque(maxlen=100), None, False
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
         keeps_replay = getattr(args, "save_replay", False)
@@ -344,6 +344,7 @@ class Run:
         except (AttributeError, KeyError, ValueError, RuntimeError) as error:
             fail("resume", self.args.resume, f"its checkpoint.pt does not fit this script ({error!r:.100})")
         self.recent.extend(checkpoint["recent"])
+        self.resumed_at = [*checkpoint["resumed_at"], self.global_step]
         setters = [random.setstate, np.random.set_state, torch.set_rng_state]
         setters += [torch.cuda.set_rng_state] * (self.device.type == "cuda")
         for set_state, state in zip(setters, checkpoint["random"], strict=False):
@@ -420,7 +421,7 @@ class Run:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
         self.wall_seconds = time.perf_counter() - self.start
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
-        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent)}
+        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent), "resumed_at": self.resumed_at}
         kind, keys, *rest = np.random.get_state()
         checkpoint["random"] = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
         if self.device.type == "cuda":
@@ -454,7 +455,8 @@ class Run:
         summary |= {"env_id": self.args.env_id, "seed": self.args.seed}
         summary |= {"global_step": self.global_step, "updates": self.updates, "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "episodes": self.episodes, **self.about}
+        summary |= {"wall_seconds": round(end - self.start, 3), "resumed_at": self.resumed_at}
+        summary |= {"episodes": self.episodes, **self.about}
         summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
         is_whole = status != "interrupted" or self.stop is not None  # else a step may have been left in the middle
         if is_whole and self.global_step > self.first_step:

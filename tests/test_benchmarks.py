@@ -427,3 +427,19 @@ def test_plot(tmp_path, results):
 
 def test_smoothing():
     assert tables.smooth([1, 3, 5, 7], 2) == [1, 2, 4, 6]
+
+
+def test_a_job_that_is_stopped_and_resumed(results, tmp_path, monkeypatch):
+    """Its result has all its steps, and says so."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = {"script": "ppo", "flags": "", "env_id": "CartPole-v1", "steps": 20_000, "seeds": [3], "stop_at": 3000}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    args = learning.RunArgs(plan=tmp_path / "plan.json", output_dir=tmp_path / "runs", results=results / "learning")
+    learning.main(args)
+    (path,) = (results / "learning").iterdir()
+    assert path.name == "CartPole-v1__ppo__eager__20000__resumed-1__seed3.json"
+    result = json.loads(path.read_text())
+    (step,) = result["summary"]["resumed_at"]
+    assert 3000 <= step < 20_000 and result["summary"]["global_step"] == 20_000
+    assert result["episodes"]["global_step"] == sorted(result["episodes"]["global_step"])
+    assert "eager, stopped and resumed |" in tables.learning_table(results)

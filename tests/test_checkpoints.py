@@ -117,7 +117,7 @@ def test_a_stopped_run_goes_on(copied):
     assert summary["status"] == "finished" and summary["global_step"] == 300 and summary["episodes"] == len(episodes)
     assert summary["updates"] > first_summary["updates"] > 0
     assert summary["wall_seconds"] > first_summary["wall_seconds"]
-    assert summary["fps_window"][0] > 110
+    assert summary["fps_window"][0] > 110 and summary["resumed_at"] == [110] and first_summary["resumed_at"] == []
     times = [line["wall_time"] for line in lines_of(folder, "metrics")]
     assert times == sorted(times)
     last = episodes[-100:]
@@ -166,7 +166,8 @@ def test_it_may_grow(copied):
     assert [line["global_step"] for line in lines_of(folder, "metrics")] == [1, 100, 200, 300, 400]
     assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 400
     resume(script, folder, total_timesteps=450)
-    assert json.loads((folder / "summary.json").read_text())["global_step"] == 450
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["global_step"] == 450 and summary["resumed_at"] == [110, 400]
 
 
 @pytest.mark.parametrize("script", NO_REPLAY)

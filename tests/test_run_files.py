@@ -34,8 +34,8 @@ ON_POLICY = ("ppo", "ppo_continuous_action")
 VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
 SUMMARY = {
     "script", "variant", "env_id", "seed", "global_step", "updates", "fps", "fps_window", "warmup_seconds",
-    "wall_seconds", "episodes", "episode_return", "device", "device_name", "threads", "peak_memory_bytes", "versions",
-    "status",
+    "wall_seconds", "episodes", "episode_return", "resumed_at", "device", "device_name", "threads", "peak_memory_bytes",
+    "versions", "status",
 }  # fmt: skip
 
 
