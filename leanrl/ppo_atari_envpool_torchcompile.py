@@ -22,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
@@ -646,14 +647,37 @@ class Adam:
 
 
 # ---- Compilation and capture ----
+def run_steps(steps: Sequence) -> None:
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, which kills it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for step in steps:
+        step()
+
+
 def warm_up(steps: Sequence, agent, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
+
+    On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
+    """
     parts = [vars(agent), agent.losses, *(vars(part) for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in part.values() if isinstance(tensor, torch.Tensor)]
-    started, saved = run.now(), [tensor.clone() for tensor in tensors]
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        for step in [step for step in steps for _ in range(4)]:
-            step()
+    started, helper = run.now(), None
+    if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+        helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],))
+        helper.start()
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            steps[0]()
+            if helper is not None:
+                helper.join(timeout=time.perf_counter() - started)  # no longer, should it hang
+            for step in [step for step in steps for _ in range(4)]:
+                step()
+    finally:
+        if helper is not None:
+            helper.kill()
+            helper.join()
     for tensor, value in zip(tensors, saved, strict=True):
         tensor.copy_(value)
     run.warmup_seconds += run.now() - started
@@ -809,6 +833,8 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # until `warm_up`: the threads of OpenMP do not live on in a process that is forked
     checkpoint = load_checkpoint(args)
     sequence = np.random.SeedSequence([args.seed, checkpoint["global_step"]])
     seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
@@ -818,6 +844,7 @@ def main(args: Args) -> None:
     agent = CompiledAtariPPOAgent(args, int(groups[0].pool.action_space.n), size, device)
     print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
 
+    torch.set_num_threads(threads)
     with Run(args, device, checkpoint, agent) as run:
         # Compilation and capture: a full graph to act, to prepare a rollout, and for an update
         choose, prepare, update = agent.choose, agent.prepare, agent.update
@@ -834,7 +861,7 @@ def main(args: Args) -> None:
             choose, prepare, update = (CudaGraphModule(step, warmup=3) for step in (choose, prepare, update))
         agent.choose = choose
         if args.compile or args.cudagraphs:
-            warm_up([choose, prepare, update], agent, run)
+            warm_up([update, choose, prepare], agent, run)
 
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:

@@ -22,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
@@ -631,14 +632,37 @@ class Adam:
 
 
 # ---- Compilation and capture ----
+def run_steps(steps: Sequence) -> None:
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, which kills it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for step in steps:
+        step()
+
+
 def warm_up(steps: Sequence, agent, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
+
+    On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
+    """
     parts = [vars(agent), agent.losses, *(vars(part) for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in part.values() if isinstance(tensor, torch.Tensor)]
-    started, saved = run.now(), [tensor.clone() for tensor in tensors]
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        for step in [step for step in steps for _ in range(4)]:
-            step()
+    started, helper = run.now(), None
+    if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+        helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],))
+        helper.start()
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            steps[0]()
+            if helper is not None:
+                helper.join(timeout=time.perf_counter() - started)  # no longer, should it hang
+            for step in [step for step in steps for _ in range(4)]:
+                step()
+    finally:
+        if helper is not None:
+            helper.kill()
+            helper.join()
     for tensor, value in zip(tensors, saved, strict=True):
         tensor.copy_(value)
     run.warmup_seconds += run.now() - started
@@ -788,7 +812,7 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             prepare, update = (CudaGraphModule(step, warmup=3) for step in (prepare, update))
         if args.compile or args.cudagraphs:
-            warm_up([prepare, update], agent, run)
+            warm_up([update, prepare], agent, run)
 
         first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
         observation = np.stack(first, dtype=np.float32)

@@ -24,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
@@ -742,14 +743,37 @@ class Adam:
 
 
 # ---- Compilation and capture ----
+def run_steps(steps: Sequence) -> None:
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, which kills it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for step in steps:
+        step()
+
+
 def warm_up(steps: Sequence, agent, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
+
+    On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
+    """
     parts = [vars(agent), agent.losses, *(vars(part) for part in vars(agent).values() if isinstance(part, Adam))]
     tensors = [tensor for part in parts for tensor in part.values() if isinstance(tensor, torch.Tensor)]
-    started, saved = run.now(), [tensor.clone() for tensor in tensors]
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        for step in [step for step in steps for _ in range(4)]:
-            step()
+    started, helper = run.now(), None
+    if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+        helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],))
+        helper.start()
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            steps[0]()
+            if helper is not None:
+                helper.join(timeout=time.perf_counter() - started)  # no longer, should it hang
+            for step in [step for step in steps for _ in range(4)]:
+                step()
+    finally:
+        if helper is not None:
+            helper.kill()
+            helper.join()
     for tensor, value in zip(tensors, saved, strict=True):
         tensor.copy_(value)
     run.warmup_seconds += run.now() - started
@@ -863,6 +887,8 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # until `warm_up`: the threads of OpenMP do not live on in a process that is forked
     checkpoint = load_checkpoint(args)
     envs, seeds = make_environments(args, checkpoint["global_step"])
     check_continuous_spaces(envs[0])
@@ -872,6 +898,7 @@ def main(args: Args) -> None:
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
+    torch.set_num_threads(threads)
     with Run(args, device, checkpoint, agent, buffer) as run:
         # Compilation and capture: a full graph for acting, and for each kind of update
         choose, learn = agent.choose, agent.learn
@@ -884,7 +911,7 @@ def main(args: Args) -> None:
             choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
             learn = torch.compile(learn, fullgraph=True, options=options)
         kinds = {True, args.policy_frequency == 1}
-        steps = {"choose": choose} | {kind: functools.partial(learn, kind) for kind in kinds}
+        steps = {kind: functools.partial(learn, kind) for kind in sorted(kinds, reverse=True)} | {"choose": choose}
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:

@@ -1,10 +1,16 @@
 """Runs with --compile: nothing is compiled in the fps window, and it is the run that the script makes without it."""
 
 import copy
+import functools
 import importlib
+import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+import dqn_torchcompile
 
 SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
 SCRIPTS += ["ppo_torchcompile", "ppo_continuous_action_torchcompile"]
@@ -99,3 +105,67 @@ def test_same_random_numbers_same_losses(both):
     assert learned >= 20  # one a line at least, from the first update on
     last = (run.episodes[-1]["return"], eager.episodes[-1]["return"])
     assert last[0] == pytest.approx(last[1], abs=1e-2)
+
+
+# ---- The process that compiles beside the run ----
+@pytest.fixture
+def warm_up(tmp_path):
+    """warm_up(first, second): what the steps' processes wrote, and the agent; each step also counts in its tensor."""
+    agent, parent = SimpleNamespace(losses={"loss": torch.zeros(())}, count=torch.zeros(3)), os.getpid()
+
+    def warm_up(*works):
+        def step(number):
+            agent.count.add_(1)
+            agent.losses["loss"].add_(1)
+            place = "here" if os.getpid() == parent else "beside"
+            (tmp_path / f"{number} {place}").write_text(str(os.getpid()))
+            works[number](place)
+
+        steps = [functools.partial(step, number) for number in range(len(works))]
+        args = SimpleNamespace(resume=None)
+        run = SimpleNamespace(device=torch.device("cpu"), now=time.perf_counter, args=args, warmup_seconds=0.0)
+        try:
+            dqn_torchcompile.warm_up(steps, agent, run)
+        finally:
+            agent.files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert run.warmup_seconds > 0
+        return agent
+
+    warm_up.agent = agent
+    return warm_up
+
+
+def nothing(place):
+    pass
+
+
+def assert_is_gone(process):
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process), 0)
+
+
+def test_another_process_runs_all_steps_but_the_first(warm_up):
+    agent = warm_up(lambda place: time.sleep(1), nothing, nothing)
+    assert agent.files.keys() == {"0 here", "1 beside", "1 here", "2 beside", "2 here"}
+    assert agent.count.tolist() == [0, 0, 0] and agent.losses["loss"] == 0, "put back"
+    assert_is_gone(agent.files["2 beside"])
+
+
+def test_one_step_needs_no_other_process(warm_up):
+    assert warm_up(nothing).files.keys() == {"0 here"}
+
+
+def test_another_process_that_hangs_is_not_waited_for(warm_up):
+    agent = warm_up(lambda place: time.sleep(0.5), lambda place: time.sleep(1e6 if place == "beside" else 0))
+    assert "1 here" in agent.files and agent.count.tolist() == [0, 0, 0]
+    assert_is_gone(agent.files["1 beside"])
+
+
+def test_another_process_ends_with_a_compilation_that_is_interrupted(warm_up):
+    def interrupted(place):
+        time.sleep(0.5)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(interrupted, lambda place: time.sleep(1e6))
+    assert_is_gone(warm_up.agent.files["1 beside"])
