@@ -1,0 +1,467 @@
+"""Scores trained agents, films them, and exports their policies, from the folders of their runs.
+
+    python benchmarks/evaluate.py runs/Hopper-v4__*                        10 episodes of each agent, and a table
+    python benchmarks/evaluate.py RUN --env-id Hopper-v5                   the same agent on another variant of its task
+    python benchmarks/evaluate.py RUN --episodes 1 --video                 RUN/video.mp4
+    python benchmarks/evaluate.py RUN --episodes 0 --export policy.pt2     a program that needs nothing but torch
+
+An agent acts as its checkpoint.pt has it, without exploration and with frozen normalisation, on the CPU. Episodes begin
+with seeds of their own, the same for every run; a return is the environment's own. An Atari game is played whole, with
+its own score; each life begins as in training, for an agent has not learned to press FIRE there. Every episode becomes
+a line of RUN/eval.jsonl: `env_id`, `trained_on`, `global_step` of the checkpoint, `seed`, `return`, `length`,
+`terminated`. --video needs requirements/requirements-video.txt.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from tqdm import tqdm
+
+from speed import SCRIPTS, fail, print_table, show
+
+sys.path.insert(0, str(SCRIPTS))  # the networks are those of the scripts
+
+
+@dataclass
+class Args:
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """folders of runs, with a checkpoint.pt"""
+    episodes: int = 10
+    """episodes of each run; 0 only exports"""
+    seed: int = 1
+    """seed of the episodes"""
+    env_id: str | None = None
+    """another variant of the task, with the same spaces; if not given, what the run was trained on"""
+    video: bool = False
+    """film the episodes: video.mp4 in the run folder"""
+    export: Path | None = None
+    """file NAME.pt2 for the policy of the one run: a torch.export program, observations [B, ...] -> actions [B, ...]"""
+    compile: bool = False
+    """act with the compiled policy, and say how much faster that is"""
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+# ---- Policies: raw observations [B, ...] -> actions [B, ...] ----
+class GreedyPolicy(nn.Module):
+    """DQN's action of the highest value, PPO's most probable one; int64 [B]."""
+
+    def __init__(self, network: nn.Module, space: gym.spaces.Discrete, agent: Mapping):
+        super().__init__()
+        self.network = network
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        output = self.network(observation.float())
+        return (output[0] if isinstance(output, tuple) else output).argmax(1)  # an actor-critic has a value as well
+
+
+class ScaledPolicy(nn.Module):
+    """The actor's action in (-1, 1), TD3's as it is and SAC's as tanh of the mean, in the space's bounds; [B, A]."""
+
+    def __init__(self, network: nn.Module, space: gym.spaces.Box, agent: Mapping):
+        super().__init__()
+        low, high = torch.as_tensor(space.low, dtype=torch.float32), torch.as_tensor(space.high, dtype=torch.float32)
+        self.network = network
+        self.register_buffer("scale", (high - low) / 2)
+        self.register_buffer("bias", (high + low) / 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        output = self.network(observation.float())
+        action = torch.tanh(output[0]) if isinstance(output, tuple) else output  # SAC's has a deviation as well
+        return action * self.scale + self.bias
+
+
+class NormalizedPolicy(nn.Module):
+    """Continuous PPO's mean action, clipped to the bounds; observations are normalised as training left off; [B, A]."""
+
+    def __init__(self, network: nn.Module, space: gym.spaces.Box, agent: Mapping):
+        super().__init__()
+        moments = agent["observation_moments"]
+        self.network = network
+        self.register_buffer("mean", moments["mean"])
+        self.register_buffer("deviation", (moments["squares"] / moments["count"] + 1e-8).sqrt())
+        self.register_buffer("low", torch.as_tensor(space.low))
+        self.register_buffer("high", torch.as_tensor(space.high))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        normalized = ((observation.double() - self.mean) / self.deviation).clamp(-10, 10)
+        mean, *_ = self.network(normalized.float())
+        return mean.clamp(self.low, self.high)
+
+
+POLICIES = {  # algorithm: its network, the agent's name for it, and the policy that it makes
+    "sac_continuous_action": ("GaussianActor", "actor", ScaledPolicy),
+    "td3_continuous_action": ("DeterministicActor", "actor", ScaledPolicy),
+    "dqn": ("DiscreteQNetwork", "q_network", GreedyPolicy),
+    "ppo": ("CategoricalActorCritic", "network", GreedyPolicy),
+    "ppo_continuous_action": ("GaussianActorCritic", "network", NormalizedPolicy),
+    "ppo_atari_envpool": ("AtariActorCritic", "network", GreedyPolicy),
+}
+
+
+def make_policy(module: ModuleType, env: gym.Env, agent: Mapping) -> nn.Module:
+    """The policy of an agent's state, with the network of the script's `module`; raises what a wrong state leads to."""
+    class_name, name, policy = POLICIES[module.__name__.removesuffix("_torchcompile")]
+    space, state = env.action_space, agent[name]
+    outputs = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
+    inputs = env.observation_space.shape if len(env.observation_space.shape) == 1 else ()  # of images there is one kind
+    network = getattr(module, class_name)(*inputs, outputs)
+    if isinstance(state, torch.Tensor):  # the compiled scripts keep a network as one vector
+        state = module.FlatModule(network).split(state)
+    network.load_state_dict(state)
+    return policy(network, space, agent).requires_grad_(False)
+
+
+# ---- Environments ----
+class Game(gym.Env):
+    """A game of EnvPool's under the script's own settings, but whole and with its own score."""
+
+    def __init__(self, module: ModuleType, env_id: str):
+        self.make_pool = lambda seed: module.make_pool(env_id, [seed])
+        self.action_space = self.make_pool(0).action_space
+        self.observation_space = gym.spaces.Box(0, 255, module.FRAMES, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.pool = self.make_pool(seed)
+        return self.pool.reset()[0][0], {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.pool.send(np.array([action]))
+        observation, _, life_is_over, truncated, info = self.pool.recv()
+        reward, terminated, truncated = float(info["reward"][0]), bool(info["terminated"][0]), bool(truncated[0])
+        if life_is_over[0] and not (terminated or truncated):
+            self.pool.send(np.array([0]))  # whatever the action, this only begins the next life
+            observation = self.pool.recv()[0]
+        return observation[0], reward, terminated, truncated, {}
+
+
+class FireFirst(gym.Wrapper):
+    """Begins each life with FIRE, where a game has it, as EnvPool does."""
+
+    def reset(self, **options) -> tuple[np.ndarray, dict]:
+        observation, info = self.env.reset(**options)
+        self.lives, self.has_fire = info["lives"], "FIRE" in self.unwrapped.get_action_meanings()[1]
+        return (self.env.step(1)[0] if self.has_fire else observation), info
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if self.has_fire and info["lives"] < self.lives and not (terminated or truncated):
+            observation, _, terminated, truncated, info = self.env.step(1)
+        self.lives = info["lives"]
+        return observation, reward, terminated, truncated, info
+
+
+def make_twin(env_id: str) -> gym.Env:
+    """The Gymnasium environment of an Atari game, which has pictures, with EnvPool's preprocessing."""
+    try:
+        import ale_py
+
+        gym.register_envs(ale_py)
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
+        options = {"render_mode": "rgb_array", "frameskip": 1, "repeat_action_probability": 0.0}
+        env = gym.wrappers.AtariPreprocessing(gym.make(env_id, **options), noop_max=30, frame_skip=4)
+    except (ImportError, gym.error.Error) as error:
+        needs = "needs its Gymnasium twin: pip install -r requirements/requirements-video.txt"
+        fail(f"--video: EnvPool has no pictures; {env_id} {needs} ({first_line(error)})")
+    env = FireFirst(gym.wrappers.FrameStackObservation(env, 4))
+    env.metadata = env.metadata | {"render_fps": 15}
+    return env
+
+
+def make_env(module: ModuleType, env_id: str, with_pictures: bool) -> tuple[str, gym.Env]:
+    """The environment and its name, which for an Atari game with pictures is that of its twin."""
+    if hasattr(module, "make_pool"):
+        return (f"ALE/{env_id}", make_twin(f"ALE/{env_id}")) if with_pictures else (env_id, Game(module, env_id))
+    (env,), _ = module.make_environments(module.Args(env_id=env_id, num_envs=1))
+    if with_pictures:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
+            env.reset(seed=0)
+            np.asarray(env.render(), np.uint8).reshape(-1, 3)
+        except Exception as error:  # what a missing display raises is each renderer's own
+            hint = "is requirements/requirements-video.txt installed? for MuJoCo, try MUJOCO_GL=egl, osmesa or glfw"
+            fail(f"--video: {env_id} can't be drawn here; {hint} ({first_line(error)})")
+    return env_id, env
+
+
+# ---- Run folders ----
+@dataclass
+class Agent:
+    """A trained agent, and what it acts in."""
+
+    folder: Path
+    trained_on: str
+    env_id: str
+    global_step: int
+    training_return: float | None
+    """mean of the last 100 training episodes up to the checkpoint"""
+    env: gym.Env
+    policy: nn.Module
+
+
+def read_checkpoint(folder: Path) -> dict:
+    """What checkpoint.pt holds; ends the program with exit status 2 if it can't be read or is none of the scripts'."""
+    path = folder / "checkpoint.pt"
+    if not path.is_file():
+        fail(f"{folder}: " + ("has no checkpoint.pt" if folder.is_dir() else "there is no such folder"))
+    try:
+        with open(path, "rb") as file:
+            damaged = zipfile.ZipFile(file).testzip()
+            file.seek(0)
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        script, checkpoint["agent"] = checkpoint["script"], checkpoint["parts"]["agent"]
+        missing = {"format", "env_id", "global_step", "recent"} - set(checkpoint)
+    except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+        fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({first_line(error)})")
+    if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
+        problem = f"part {damaged}" if damaged else f"of the script {script}" + f", without {missing}" * bool(missing)
+        fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({problem})")
+    return checkpoint
+
+
+def load_agent(folder: Path, args: Args) -> Agent:
+    """The agent of a run folder; ends the program with exit status 2 if it can't act in what `args` ask for."""
+    checkpoint = read_checkpoint(folder)
+    try:
+        module = importlib.import_module(checkpoint["script"])
+    except ImportError as error:
+        fail(f"{folder}: its script {checkpoint['script']}.py needs a package that is not installed ({error})")
+    if checkpoint["format"] != module.CHECKPOINT_FORMAT:
+        fail(f"{folder}: its checkpoint.pt has format {checkpoint['format']}, not {module.CHECKPOINT_FORMAT}")
+    trained_on = checkpoint["env_id"]
+    env_id, env = make_env(module, trained_on, args.video and args.env_id is None)
+    try:
+        policy = make_policy(module, env, checkpoint["agent"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint.pt does not fit {checkpoint['script']}.py on {trained_on} ({error!r:.100})")
+    if args.env_id is not None:
+        old, (env_id, env) = env, make_env(module, args.env_id, args.video)
+        kinds = [(each.observation_space.shape, each.observation_space.dtype, each.action_space) for each in (old, env)]
+        if kinds[0] != kinds[1]:
+            spaces = [f"{shape} {dtype} observations and {actions}" for shape, dtype, actions in kinds]
+            fail(f"--env-id {args.env_id}: has {spaces[1]}, where {folder} was trained on {spaces[0]}")
+    returns = [episode_return for episode_return, _ in checkpoint["recent"]]
+    training_return = statistics.fmean(returns) if returns else None
+    return Agent(folder, trained_on, env_id, checkpoint["global_step"], training_return, env, policy)
+
+
+# ---- Episodes ----
+@contextlib.contextmanager
+def film(path: Path, env: gym.Env) -> Iterator[Callable[[str], None]]:
+    """Gives a function that adds the environment's picture, with a text on it, to an MP4; at the end it becomes `path`."""
+    import imageio_ffmpeg
+    from PIL import Image, ImageDraw, ImageFont
+
+    beside, writer, font = path.with_stem(f"{path.stem}.new"), None, ImageFont.load_default(size=18)
+
+    def add(text: str) -> None:
+        nonlocal writer
+        image = Image.fromarray(env.render())
+        scale = -(-400 // image.height)  # Atari's are small
+        image = image.resize((image.width * scale // 2 * 2, image.height * scale // 2 * 2), Image.Resampling.NEAREST)
+        ImageDraw.Draw(image).text((8, 6), text, fill="white", font=font, stroke_width=2, stroke_fill="black")
+        if writer is None:
+            fps = env.metadata.get("render_fps", 30)
+            writer = imageio_ffmpeg.write_frames(beside, image.size, fps=fps, macro_block_size=2)
+            writer.send(None)
+        writer.send(image.tobytes())
+
+    try:
+        yield add
+        writer.close()
+        beside.replace(path)
+    finally:
+        if writer is not None:
+            writer.close()
+        beside.unlink(missing_ok=True)
+
+
+def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float], None]) -> dict:
+    """One episode: its seed, return, length and end. `watch` gets the length and the return so far, from 0 on."""
+    (observation, _), dtype = env.reset(seed=seed), env.observation_space.dtype
+    total, length, terminated, truncated = 0.0, 0, False, False
+    watch(length, total)
+    while not (terminated or truncated):
+        with torch.no_grad():
+            action = policy(torch.from_numpy(np.asarray(observation, dtype)[None]))[0].numpy()
+        observation, reward, terminated, truncated, _ = env.step(action if action.ndim else int(action))
+        total, length = total + float(reward), length + 1
+        watch(length, total)
+    return {"seed": seed, "return": total, "length": length, "terminated": bool(terminated)}
+
+
+def evaluate(agent: Agent, policy: Callable, args: Args) -> list[dict]:
+    """Plays the episodes, films them if that is asked for, and adds them to eval.jsonl when all are over."""
+    seeds = (
+        np.random.SeedSequence(args.seed, spawn_key=(1,)).generate_state(args.episodes) // 2
+    )  # not those of training
+    about = {"env_id": agent.env_id, "trained_on": agent.trained_on, "global_step": agent.global_step}
+    episodes = []
+    with film(agent.folder / "video.mp4", agent.env) if args.video else contextlib.nullcontext() as add:
+
+        def watch(length: int, total: float) -> None:
+            if args.video:
+                add(f"{agent.env_id}, episode {len(episodes) + 1}\nstep {length}, return {total:,.1f}")
+
+        for seed in tqdm(seeds.tolist(), desc=agent.folder.name, unit="episode", disable=None, leave=False):
+            episodes.append(about | play(agent.env, policy, seed, watch))
+            if not math.isfinite(episodes[-1]["return"]):
+                fail(f"{agent.folder}: the return of an episode of {agent.env_id} is {episodes[-1]['return']}")
+    with open(agent.folder / "eval.jsonl", "a") as file:
+        file.write("".join(json.dumps(episode) + "\n" for episode in episodes))
+    return episodes
+
+
+# ---- Results ----
+HEADER = ["run", "environment", "step", "episodes", "mean", "middle half", "95 % interval of the mean", "in training"]
+
+
+def interquartile_mean(values: Sequence[float]) -> float:
+    """Mean of the middle half: without the lowest and the highest quarter, rounded down."""
+    cut = len(values) // 4
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def bootstrap_interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
+    """95 % percentile interval of the mean."""
+    drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
+    low, high = np.percentile(drawn.mean(1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def table_row(agent: Agent, episodes: Sequence[dict]) -> list[str]:
+    returns = [episode["return"] for episode in episodes]
+    task = agent.env_id + f" (trained on {agent.trained_on})" * (agent.env_id != agent.trained_on)
+    interval = "{} to {}".format(*(show(end, 1) for end in bootstrap_interval(returns)))
+    row = [agent.folder.resolve().name, task, f"{agent.global_step:,}", str(len(returns))]
+    figures = (statistics.fmean(returns), interquartile_mean(returns), agent.training_return)
+    mean, middle, training = (show(figure, 1) for figure in figures)
+    return [*row, mean, middle, interval, training]
+
+
+def times_as_fast(policy: Callable, compiled: Callable, observation: torch.Tensor) -> tuple[float, float, float]:
+    """Seconds that an action takes each of them, and their ratio; medians of 30 turns."""
+
+    def seconds(act: Callable) -> float:
+        started = time.perf_counter()
+        for _ in range(20):
+            act(observation)
+        return (time.perf_counter() - started) / 20
+
+    with torch.no_grad():
+        turns = [(seconds(policy), seconds(compiled)) for _ in range(30)]
+    slow, fast = (statistics.median(column) for column in zip(*turns))
+    return slow, fast, statistics.median(slow / fast for slow, fast in turns)
+
+
+# ---- Export and compilation ----
+def random_observations(space: gym.spaces.Box, count: int, seed: int = 0) -> torch.Tensor:
+    """Bytes, or numbers around 0 of many sizes; [count, ...], of the space's type."""
+    generator, shape = np.random.default_rng(seed), (count, *space.shape)
+    if np.issubdtype(space.dtype, np.integer):
+        return torch.from_numpy(generator.integers(0, 256, shape).astype(space.dtype))
+    numbers = generator.normal(size=shape) * 10 ** generator.uniform(-2, 1, shape)
+    return torch.from_numpy(numbers.astype(space.dtype))
+
+
+def export(policy: nn.Module, space: gym.spaces.Box, path: Path) -> None:
+    """Writes the policy as a program for any batch, once that does as the policy does on random observations."""
+    batch = {0: torch.export.Dim("batch", min=1)}
+    program = torch.export.export(policy, (random_observations(space, 8),), dynamic_shapes=(batch,))
+    beside = path.with_stem(f"{path.stem}.new")
+    try:
+        torch.export.save(program, beside)
+        loaded = torch.export.load(beside).module()
+        for count in (1, 2, 100):
+            observation = random_observations(space, count, seed=count)
+            torch.testing.assert_close(loaded(observation), policy(observation))
+        beside.replace(path)
+    except (AssertionError, OSError, RuntimeError) as error:
+        fail(f"--export {path}: {first_line(error)}")
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def compiled(policy: nn.Module, space: gym.spaces.Box) -> Callable:
+    """The policy for one observation, compiled ahead of time: what torch.compile checks at each call takes longer."""
+    program = torch.export.export(policy, (random_observations(space, 1),))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = torch._inductor.aoti_compile_and_package(program, package_path=f"{folder}/policy.pt2")
+        except RuntimeError as error:
+            fail(f"--compile: is there a C++ compiler? ({first_line(error)})")
+        return torch._inductor.aoti_load_package(path)
+
+
+def check_args(args: Args) -> None:
+    if not args.folders:
+        fail("RUN_FOLDER: needs at least one")
+    if args.episodes < 1 and (args.episodes < 0 or args.export is None or args.video or args.compile):
+        fail(f"--episodes {args.episodes}: must be at least 1, or 0 with --export alone")
+    if not 0 <= args.seed < 2**32:
+        fail(f"--seed {args.seed}: must lie in [0, 2**32)")
+    if args.export is not None and len(args.folders) > 1:
+        fail(f"--export {args.export}: takes one run folder, not {len(args.folders)}")
+    if args.export is not None and (args.export.suffix != ".pt2" or not args.export.parent.is_dir()):
+        fail(f"--export {args.export}: must be a file NAME.pt2 in a folder that exists")
+    if args.video:
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        if sys.platform == "linux":
+            os.environ.setdefault("MUJOCO_GL", "egl")  # without a display
+        for package in ("imageio_ffmpeg", "PIL"):
+            if importlib.util.find_spec(package) is None:
+                fail(f"--video: needs the package {package}: pip install -r requirements/requirements-video.txt")
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch.export about torch itself
+    agents = [load_agent(folder, args) for folder in args.folders]  # all, before the first episode
+    if args.export is not None:
+        export(agents[0].policy, agents[0].env.observation_space, args.export)
+        print(f"policy of {agents[0].folder} at step {agents[0].global_step:,}: {args.export}", flush=True)
+    rows, notes = [], []
+    for agent in agents if args.episodes else []:
+        policy, space = agent.policy, agent.env.observation_space
+        if args.compile:
+            policy = compiled(policy, space)
+            slow, fast, ratio = times_as_fast(agent.policy, policy, random_observations(space, 1))
+            times = f"{1e6 * fast:.0f} µs an action, {1e6 * slow:.0f} without"
+            notes.append(f"{agent.folder}: acts {ratio:.1f} times as fast compiled ({times})")
+        try:
+            rows.append(table_row(agent, evaluate(agent, policy, args)))
+        except OSError as error:
+            fail(f"{agent.folder}: {error}")
+        if args.video:
+            notes.append(f"video: {agent.folder / 'video.mp4'}")
+    if rows:
+        print_table([HEADER, *rows])
+    for note in notes:
+        print(note)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
