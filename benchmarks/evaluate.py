@@ -271,7 +271,7 @@ def load_agent(folder: Path, args: Args) -> Agent:
 # ---- Episodes ----
 @contextlib.contextmanager
 def film(path: Path, env: gym.Env) -> Iterator[Callable[[str], None]]:
-    """Gives a function that adds the environment's picture, with a text on it, to an MP4; at the end it becomes `path`."""
+    """Gives a function that adds the environment's picture, with a text on it, to an MP4, at the end `path`."""
     import imageio_ffmpeg
     from PIL import Image, ImageDraw, ImageFont
 

@@ -1,0 +1,493 @@
+"""benchmarks/evaluate.py: what it plays, that it acts as the agent does, what it writes and refuses."""
+
+import functools
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import tyro
+
+import environments
+from pools import Counting
+from test_atari import CoarseActorCritic
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import evaluate  # noqa: E402
+
+AGENTS = {
+    "sac_continuous_action": "SACAgent",
+    "td3_continuous_action": "TD3Agent",
+    "dqn": "DQNAgent",
+    "ppo": "PPOAgent",
+    "ppo_continuous_action": "ContinuousPPOAgent",
+    "ppo_atari_envpool": "AtariPPOAgent",
+}
+SCRIPTS = [algorithm + version for algorithm in AGENTS for version in ("", "_torchcompile")]
+each_script = pytest.mark.parametrize("script", SCRIPTS)
+SAC, CONTINUOUS_PPO = "sac_continuous_action_torchcompile", "ppo_continuous_action"
+
+
+class Seeded(environments.Counter):
+    """Begins anew at each reset with a seed; pays `worth` times as much."""
+
+    def __init__(self, discrete=False, worth=1.0):
+        super().__init__(discrete)
+        self.worth = worth
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.seed, self.episode = None, -1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, reward * self.worth, *rest
+
+
+class Drawn(Seeded):
+    """Black pictures of an odd size; the one before step `breaks_at` of all can't be drawn."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+    breaks_at = None
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        if self.steps == Drawn.breaks_at:
+            raise OSError("the screen broke")
+        return np.zeros((401, 641, 3), np.uint8)
+
+
+for kind, is_discrete in (("Continuous", False), ("Discrete", True)):
+    for name, worth in (("Seeded", 1.0), ("Generous", 2.0), ("Hopeless", float("nan"))):
+        gym.register(f"{name}{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "worth": worth})
+gym.register("DrawnContinuous-v0", Drawn)
+
+
+@pytest.fixture(scope="session")
+def trained(launch):
+    """trained(script): the files of a short run, and the agent as it was at its end; each script runs once."""
+
+    @functools.cache
+    def trained(script):
+        algorithm, agents = script.removesuffix("_torchcompile"), []
+        module = importlib.import_module(script)
+        flags = {"learning-starts": 100, "buffer-size": 200, "batch-size": 8}
+        if algorithm.startswith("ppo"):
+            flags = {"num-steps": 20, "num-minibatches": 2, "update-epochs": 2, "num-envs": 2}
+        with pytest.MonkeyPatch.context() as patch:
+            name = "Compiled" * (algorithm != script) + AGENTS[algorithm]
+            make = getattr(module, name)
+            patch.setattr(module, name, lambda *a: agents.append(make(*a)) or agents[0])
+            stand_in(script, patch)
+            env_id = "Scripted-v5" if "atari" in script else "Seeded"
+            flags = [text for flag, value in flags.items() for text in (f"--{flag}", value)]
+            run = launch(script, "--total-timesteps", 240, "--measure-burnin", 20, *flags, env_id=env_id)
+        return SimpleNamespace(run=run, agent=agents[0], folder=run.folder)
+
+    return trained
+
+
+def stand_in(script, patch):
+    """Scripted games, and a network that is quick at them, in the place of Atari's."""
+    if "atari" in script:
+        patch.setattr(importlib.import_module(script), "make_pool", Counting)
+        patch.setattr(importlib.import_module(script), "AtariActorCritic", CoarseActorCritic)
+
+
+@pytest.fixture
+def folder_of(trained, tmp_path, monkeypatch):
+    """folder_of(script): a copy of the run's folder, for one test alone."""
+
+    def folder_of(script):
+        stand_in(script, monkeypatch)
+        folder = tmp_path / "runs" / script
+        folder.mkdir(parents=True)
+        for file in trained(script).folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    return folder_of
+
+
+def run(*flags):
+    environments.Counter.forget()
+    Counting.forget()
+    evaluate.main(tyro.cli(evaluate.Args, args=[str(flag) for flag in flags]))
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- What is played ----
+@each_script
+def test_returns_are_the_environments_own(script, folder_of):
+    folder = folder_of(script)
+    run(folder, "--episodes", 9)
+    lines = lines_of(folder)
+    played = Counting.games if "atari" in script else environments.Counter.finished
+    keys = ("return", "length", "terminated")
+    assert [[line[key] for key in keys] for line in lines] == [[game[key] for key in keys] for game in played]
+    assert len(lines) == len({line["seed"] for line in lines}) == 9
+    assert len({line["length"] for line in lines}) > 3 and {line["terminated"] for line in lines} == {True, False}
+    if "atari" in script:
+        assert sum(row[5] for row in Counting.rows) > sum(line["terminated"] for line in lines), "no game of many lives"
+    else:
+        expected = [environments.length_of(environments.key_of(line["seed"]), 0) for line in lines]
+        assert [line["length"] for line in lines] == expected
+    env_id = json.loads((folder / "config.json").read_text())["env_id"]
+    assert {(line["env_id"], line["trained_on"]) for line in lines} == {(env_id, env_id)}
+    step = json.loads((folder / "summary.json").read_text())["global_step"]
+    assert {line["global_step"] for line in lines} == {step}
+
+
+def test_seeds_decide_and_lines_are_added(folder_of, capsys):
+    """The same seed, the same episodes for every run; the table has a line a run, and what training ended with."""
+    folders = [folder_of(SAC), folder_of(CONTINUOUS_PPO)]
+    run(*folders, "--episodes", 3)
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 3
+    for row, folder in zip(table[1:], folders):
+        trained_return = json.loads((folder / "summary.json").read_text())["episode_return"]
+        mean = np.mean([line["return"] for line in lines_of(folder)])
+        assert row.startswith(f"{folder.name} ") and row.endswith(f" {trained_return:,.1f}") and f" {mean:,.1f} " in row
+    run(folders[0], "--episodes", 3)
+    run(folders[0], "--episodes", 3, "--seed", 2)
+    lines = lines_of(folders[0])
+    assert lines[:3] == lines[3:6] and len(lines) == 9
+    assert [line["seed"] for line in lines[:3]] == [line["seed"] for line in lines_of(folders[1])]
+    assert not {line["seed"] for line in lines[:3]} & {line["seed"] for line in lines[6:]}
+
+
+def test_another_variant_is_labelled(folder_of, capsys):
+    folder = folder_of(SAC)
+    run(folder, "--episodes", 3)
+    run(folder, "--episodes", 3, "--env-id", "GenerousContinuous-v0")
+    own, other = lines_of(folder)[:3], lines_of(folder)[3:]
+    assert [line["return"] for line in other] == pytest.approx([2 * line["return"] for line in own])
+    assert {line["env_id"] for line in other} == {"GenerousContinuous-v0"}
+    assert {line["trained_on"] for line in own + other} == {"SeededContinuous-v0"}
+    before, after = capsys.readouterr().out.split("\nrun ")
+    assert "(trained on" not in before and "GenerousContinuous-v0 (trained on SeededContinuous-v0)" in after
+
+
+# ---- How it acts ----
+def own_outputs(script, agent, observation, monkeypatch):
+    """What the agent itself does on raw observations when it does not explore; the logits of discrete actions."""
+    if script.startswith("ppo_continuous"):
+        observation = agent.observation_moments.scale(observation.numpy()).astype(np.float32)
+        mean, *_ = agent.policy_and_value(agent.network, torch.as_tensor(observation))
+        return mean.clamp(torch.as_tensor(agent.low), torch.as_tensor(agent.high))
+    if script.startswith("ppo"):
+        return agent.policy_and_value(agent.network, observation.float())[0]
+    if script.startswith("dqn"):
+        return agent.q_values(agent.q_network, observation.float())
+    if script.startswith("td3"):
+        return agent.policy(agent.actor, observation.float())
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
+    return agent.policy(agent.actor, observation.float())[0]
+
+
+@each_script
+def test_policy_is_the_agents_own(script, trained, folder_of, monkeypatch):
+    agent = evaluate.load_agent(folder_of(script), evaluate.Args(folders=()))
+    observation = evaluate.random_observations(agent.env.observation_space, 300)
+    with torch.no_grad():
+        expected = own_outputs(script, trained(script).agent, observation, monkeypatch)
+        outputs = actions = agent.policy(observation)
+        if isinstance(agent.env.action_space, gym.spaces.Discrete):
+            outputs = agent.policy.network(observation.float())
+            outputs = outputs if script.startswith("dqn") else outputs[0]
+            assert torch.equal(actions, expected.argmax(1))
+    assert expected.std(0).max() > 1e-3, "it acts alike on all observations"
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-6)
+
+
+def test_normalisation_is_frozen(folder_of):
+    folder = folder_of(CONTINUOUS_PPO)
+    before = contents(folder)
+    agent = evaluate.load_agent(folder, evaluate.Args(folders=()))
+    statistics = {name: tensor.clone() for name, tensor in agent.policy.named_buffers()}
+    for _ in range(2):
+        evaluate.evaluate(agent, agent.policy, evaluate.Args(folders=(), episodes=5))
+    assert lines_of(folder)[:5] == lines_of(folder)[5:]
+    assert statistics["mean"].abs().max() > 0.1, "it was never learned"
+    for name, tensor in agent.policy.named_buffers():
+        assert torch.equal(tensor, statistics[name])
+    after = contents(folder)
+    after.pop(folder / "eval.jsonl")
+    assert after == before
+
+
+def test_compiled_policy_does_the_same(folder_of, capsys):
+    folder = folder_of(CONTINUOUS_PPO)
+    run(folder, "--episodes", 4)
+    acted = []
+    original = evaluate.compiled
+
+    def noting(policy, space):
+        compiled = original(policy, space)
+        assert compiled is not policy
+        return lambda observation: acted.append(1) or compiled(observation)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "compiled", noting)
+        run(folder, "--episodes", 4, "--compile")
+    lines = lines_of(folder)
+    assert len(acted) > sum(line["length"] for line in lines[4:])
+    assert [line["return"] for line in lines[4:]] == pytest.approx([line["return"] for line in lines[:4]], rel=1e-5)
+    assert "times as fast compiled" in capsys.readouterr().out
+
+
+# ---- Export ----
+LOADS = """
+import sys, torch
+for path in sys.argv[1:]:
+    policy = torch.export.load(path).module()
+    observations = torch.load(path + ".in")
+    torch.save([policy(observation) for observation in observations], path + ".out")
+assert not {"tyro", "gymnasium", "evaluate"} & set(sys.modules)
+"""
+
+
+def test_exported_policy_runs_without_this_repository(folder_of, tmp_path):
+    """In a process of its own, on batches of any size, of the environment's type."""
+    expected = {}
+    for script in (SAC, CONTINUOUS_PPO, "dqn_torchcompile", "ppo_atari_envpool"):
+        path = tmp_path / f"{script}.pt2"
+        folder = folder_of(script)
+        run(folder, "--episodes", 0, "--export", path)
+        assert not (folder / "eval.jsonl").exists()
+        agent = evaluate.load_agent(folder, evaluate.Args(folders=()))
+        space = agent.env.observation_space
+        observations = [evaluate.random_observations(space, count, seed=5) for count in (1, 7, 300)]
+        torch.save(observations, f"{path}.in")
+        expected[path] = [agent.policy(observation) for observation in observations]
+    (tmp_path / "load.py").write_text(LOADS)
+    subprocess.run([sys.executable, "-I", "load.py", *map(str, expected)], cwd=tmp_path, check=True, timeout=120)
+    for path, actions in expected.items():
+        for one, other in zip(torch.load(f"{path}.out"), actions, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_program_that_acts_otherwise_is_not_written(folder_of, tmp_path, monkeypatch, capsys):
+    folder, path = folder_of(CONTINUOUS_PPO), tmp_path / "policy.pt2"
+    path.write_text("an older one")
+    load = torch.export.load
+
+    def wrong(file):
+        program = load(file).module()
+        return SimpleNamespace(module=lambda: lambda observation: program(observation) + 1e-3)
+
+    monkeypatch.setattr(torch.export, "load", wrong)
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        run(folder, "--export", path)
+    assert caught.value.code == 2 and "--export" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+# ---- Statistics ----
+def test_statistics():
+    assert evaluate.interquartile_mean([100, 1, 2, 3, 4, 5, 6, -100]) == 3.5
+    assert evaluate.interquartile_mean([1, 5, 9]) == 5  # a quarter of three is none
+    assert evaluate.bootstrap_interval([7.0, 7.0]) == (7, 7)
+    values = np.random.default_rng(3).normal(10, 2, 400)
+    low, high = evaluate.bootstrap_interval(values)
+    half = 1.96 * values.std() / 20
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.02)
+
+
+# ---- Video ----
+def frames_of(path):
+    import imageio_ffmpeg
+
+    reader = imageio_ffmpeg.read_frames(path)
+    width, height = next(reader)["size"]
+    return [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
+
+
+def test_video_has_every_step_with_the_return(folder_of):
+    pytest.importorskip("imageio_ffmpeg")
+    folder = folder_of(SAC)
+    run(folder, "--video", "--episodes", 3, "--env-id", "DrawnContinuous-v0")
+    frames = frames_of(folder / "video.mp4")
+    assert len(frames) == sum(line["length"] + 1 for line in lines_of(folder))
+    assert frames[0].shape == (400, 640, 3)
+    texts = [frame[:60].astype(int) for frame in frames]
+    assert all(text.max() > 200 for text in texts)
+    assert all(abs(one - other).max() > 100 for one, other in itertools.pairwise(texts)), "the text does not change"
+    assert frames[0][100:].max() < 30
+    assert not list(folder.glob("*.new*"))
+
+
+def test_a_video_that_breaks_off_leaves_the_one_before(folder_of, monkeypatch, capsys):
+    pytest.importorskip("imageio_ffmpeg")
+    folder = folder_of(SAC)
+    (folder / "video.mp4").write_text("an older one")
+    before = contents(folder)
+    monkeypatch.setattr(Drawn, "breaks_at", 5)
+    with pytest.raises(SystemExit) as caught:
+        run(folder, "--video", "--episodes", 5, "--env-id", "DrawnContinuous-v0")
+    assert caught.value.code == 2 and "the screen broke" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+class Lives(gym.Env):
+    """A game whose ball lies still until FIRE (1) is pressed; a life ends with each third action after that."""
+
+    observation_space, action_space = gym.spaces.Box(0, 9, ()), gym.spaces.Discrete(3)
+
+    def get_action_meanings(self):
+        return ["NOOP", "FIRE", "UP"]
+
+    def reset(self, *, seed=None, options=None):
+        self.actions, self.lives = [], 2
+        return 0, {"lives": self.lives}
+
+    def step(self, action):
+        self.actions.append(action)
+        self.lives -= len(self.actions) % 4 == 0
+        return len(self.actions), 1.0, self.lives == 0, False, {"lives": self.lives}
+
+
+def test_twin_begins_each_life_with_fire():
+    env = evaluate.FireFirst(Lives())
+    assert env.reset()[0] == 1
+    steps = [env.step(2)[:3] for _ in range(6)]
+    assert env.unwrapped.actions == [1, 2, 2, 2, 1, 2, 2, 2]
+    assert [step[2] for step in steps] == [False] * 5 + [True]
+
+
+def test_twin_sees_what_the_agent_was_trained_on(folder_of):
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    env = evaluate.make_twin("ALE/Breakout-v5")
+    observation, _ = env.reset(seed=1)
+    assert observation.shape == (4, 84, 84) and observation.dtype == np.uint8 and observation.max() > 100
+    assert env.action_space.n == 4 and env.render().shape == (210, 160, 3)
+
+
+# ---- Bad input ----
+def store(folder, **changes):
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    torch.save(checkpoint | changes, folder / "checkpoint.pt")
+
+
+def cut(folder):
+    whole = (folder / "checkpoint.pt").read_bytes()
+    (folder / "checkpoint.pt").write_bytes(whole[: len(whole) // 2])
+
+
+def flip(folder):
+    """One bit of the network."""
+    content = bytearray((folder / "checkpoint.pt").read_bytes())
+    with zipfile.ZipFile(folder / "checkpoint.pt") as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    content[largest.header_offset + largest.file_size // 2] ^= 1
+    (folder / "checkpoint.pt").write_bytes(content)
+
+
+BAD_FOLDERS = {
+    "no_folder": (lambda f: [path.unlink() for path in f.iterdir()] and f.rmdir(), "there is no such folder"),
+    "no_checkpoint": (lambda f: (f / "checkpoint.pt").unlink(), "has no checkpoint.pt"),
+    "empty": (lambda f: (f / "checkpoint.pt").write_bytes(b""), "damaged"),
+    "cut": (cut, "damaged"),
+    "flipped": (flip, "damaged"),
+    "foreign": (lambda f: torch.save({"weights": torch.ones(3)}, f / "checkpoint.pt"), "not that of a run"),
+    "no_mapping": (lambda f: torch.save([1, 2], f / "checkpoint.pt"), "not that of a run"),
+    "other_script": (lambda f: store(f, script="../tests/conftest"), "not that of a run"),
+    "other_format": (lambda f: store(f, format=0), "format 0"),
+    "no_network": (lambda f: store(f, parts={"agent": {}}), "does not fit"),
+    "other_spaces": (lambda f: store(f, env_id="ToyContinuous-v0"), "does not fit"),
+    "other_algorithm": (lambda f: store(f, script="td3_continuous_action"), "does not fit"),
+    "unknown_environment": (lambda f: store(f, env_id="Nowhere-v0"), "no such environment"),
+}
+BAD_FLAGS = {
+    "episodes": (["--episodes", 0], "--episodes 0"),
+    "fewer_episodes": (["--episodes", -1, "--export", "policy.pt2"], "--episodes -1"),
+    "seed": (["--seed", -1], "--seed -1"),
+    "unknown_environment": (["--env-id", "SeededContinuos-v0"], "SeededContinuous-v0"),
+    "other_spaces": (["--env-id", "ToyContinuous-v0"], "(4,) float64"),
+    "other_actions": (["--env-id", "SeededDiscrete-v0"], "Discrete(3)"),
+    "nan": (["--env-id", "HopelessContinuous-v0"], "is nan"),
+    "export_name": (["--export", "policy.pt"], "NAME.pt2"),
+    "export_folder": (["--export", "nowhere/policy.pt2"], "NAME.pt2"),
+}
+
+
+def assert_refused(tmp_path, capsys, flags, expected):
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        run(*flags)
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and expected in err and err.startswith("error: ") and err.count("\n") == 1, err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_bad_folders_are_refused(case, folder_of, tmp_path, capsys):
+    """Before anything is played, also if another one is in order."""
+    import agents  # noqa: F401 - registers ToyContinuous-v0
+
+    good, folder = folder_of(CONTINUOUS_PPO), folder_of(SAC)
+    change, expected = BAD_FOLDERS[case]
+    change(folder)
+    assert_refused(tmp_path, capsys, [good, folder], expected)
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_flags_are_refused(case, folder_of, tmp_path, capsys, monkeypatch):
+    import agents  # noqa: F401 - registers ToyContinuous-v0
+
+    monkeypatch.chdir(tmp_path)
+    flags, expected = BAD_FLAGS[case]
+    assert_refused(tmp_path, capsys, [folder_of(SAC), *flags], expected)
+
+
+def test_export_takes_one_run(folder_of, tmp_path, capsys):
+    flags = [folder_of(SAC), folder_of(CONTINUOUS_PPO), "--export", tmp_path / "policy.pt2"]
+    assert_refused(tmp_path, capsys, flags, "takes one run folder, not 2")
+
+
+def test_video_without_what_it_needs(folder_of, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    installed = importlib.util.find_spec
+    found = {"imageio_ffmpeg": True, "PIL": True}
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: found.get(name) or installed(name))
+    assert_refused(tmp_path, capsys, [folder_of(SAC), "--video"], "SeededContinuous-v0 can't be drawn here")
+    flags = [folder_of("ppo_atari_envpool"), "--video"]
+    assert_refused(tmp_path, capsys, flags, "ALE/Scripted-v5 needs its Gymnasium twin")
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
+    assert_refused(tmp_path, capsys, flags, "needs the package imageio_ffmpeg")
+
+
+def test_as_a_program(launch, start):
+    """A real task, from any directory, in a process of its own."""
+    sizes = ["--total-timesteps", 300, "--learning-starts", 200, "--buffer-size", 300, "--batch-size", 8]
+    folder = launch("dqn", *sizes, env_id="CartPole-v1").folder
+    process = start(ROOT / "benchmarks" / "evaluate.py", folder.name, "--episodes", 2, cwd=folder.parent)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and not err, err
+    assert folder.name in out and "CartPole-v1" in out and len(lines_of(folder)) == 2
+    process = start(ROOT / "benchmarks" / "evaluate.py", "nowhere", cwd=folder.parent)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (2, "", "error: nowhere: there is no such folder\n")
