@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -464,4 +465,7 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
