@@ -20,6 +20,7 @@ import math
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -190,6 +191,20 @@ def make_twin(env_id: str) -> gym.Env:
     return env
 
 
+def draw_without_display() -> None:
+    """Chooses what Gymnasium draws with: for MuJoCo EGL, else OSMesa; where neither works, other tasks still can."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    if sys.platform != "linux":
+        return
+    for name in [os.environ["MUJOCO_GL"]] if "MUJOCO_GL" in os.environ else ["egl", "osmesa"]:
+        program = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8)"
+        command = [sys.executable, "-c", program]
+        if subprocess.run(command, env=os.environ | {"MUJOCO_GL": name}, capture_output=True).returncode == 0:
+            os.environ["MUJOCO_GL"] = name
+            return
+    os.environ["MUJOCO_GL"] = "disabled"  # else a process without it could not even import mujoco
+
+
 def make_env(module: ModuleType, env_id: str, with_pictures: bool) -> tuple[str, gym.Env]:
     """The environment and its name, which for an Atari game with pictures is that of its twin."""
     if hasattr(module, "make_pool"):
@@ -197,13 +212,15 @@ def make_env(module: ModuleType, env_id: str, with_pictures: bool) -> tuple[str,
     (env,), _ = module.make_environments(module.Args(env_id=env_id, num_envs=1))
     if with_pictures:
         try:
+            if os.environ.get("MUJOCO_GL") == "disabled" and "mujoco" in str(env.spec.entry_point):
+                raise OSError("no renderer works")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
             env.reset(seed=0)
             np.asarray(env.render(), np.uint8).reshape(-1, 3)
         except Exception as error:  # what a missing display raises is each renderer's own
-            hint = "is requirements/requirements-video.txt installed? for MuJoCo, try MUJOCO_GL=egl, osmesa or glfw"
+            hint = "MuJoCo needs the library libegl1 or libosmesa6, the classic tasks need pygame"
             fail(f"--video: {env_id} can't be drawn here; {hint} ({first_line(error)})")
     return env_id, env
 
@@ -429,12 +446,10 @@ def check_args(args: Args) -> None:
     if args.export is not None and (args.export.suffix != ".pt2" or not args.export.parent.is_dir()):
         fail(f"--export {args.export}: must be a file NAME.pt2 in a folder that exists")
     if args.video:
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-        if sys.platform == "linux":
-            os.environ.setdefault("MUJOCO_GL", "egl")  # without a display
         for package in ("imageio_ffmpeg", "PIL"):
             if importlib.util.find_spec(package) is None:
                 fail(f"--video: needs the package {package}: pip install -r requirements/requirements-video.txt")
+        draw_without_display()
 
 
 def main(args: Args) -> None:

@@ -323,6 +323,12 @@ def test_statistics():
 
 
 # ---- Video ----
+@pytest.fixture
+def undisplayed(monkeypatch):
+    """Leaves out the search for a renderer, which scripted environments don't need."""
+    monkeypatch.setattr(evaluate, "draw_without_display", lambda: None)
+
+
 def frames_of(path):
     import imageio_ffmpeg
 
@@ -331,7 +337,7 @@ def frames_of(path):
     return [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
 
 
-def test_video_has_every_step_with_the_return(folder_of):
+def test_video_has_every_step_with_the_return(folder_of, undisplayed):
     pytest.importorskip("imageio_ffmpeg")
     folder = folder_of(SAC)
     run(folder, "--video", "--episodes", 3, "--env-id", "DrawnContinuous-v0")
@@ -345,7 +351,7 @@ def test_video_has_every_step_with_the_return(folder_of):
     assert not list(folder.glob("*.new*"))
 
 
-def test_a_video_that_breaks_off_leaves_the_one_before(folder_of, monkeypatch, capsys):
+def test_a_video_that_breaks_off_leaves_the_one_before(folder_of, undisplayed, monkeypatch, capsys):
     pytest.importorskip("imageio_ffmpeg")
     folder = folder_of(SAC)
     (folder / "video.mp4").write_text("an older one")
@@ -355,6 +361,22 @@ def test_a_video_that_breaks_off_leaves_the_one_before(folder_of, monkeypatch, c
         run(folder, "--video", "--episodes", 5, "--env-id", "DrawnContinuous-v0")
     assert caught.value.code == 2 and "the screen broke" in capsys.readouterr().err
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize(("works", "chosen"), [({"egl", "osmesa"}, "egl"), ({"osmesa"}, "osmesa"), ((), "disabled")])
+def test_a_renderer_that_works_is_chosen(works, chosen, monkeypatch, capsys):
+    tried = lambda command, env, **_: SimpleNamespace(returncode=int(env["MUJOCO_GL"] not in works))  # noqa: E731
+    monkeypatch.setattr(evaluate.subprocess, "run", tried)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    monkeypatch.setenv("MUJOCO_GL", "")
+    monkeypatch.delenv("MUJOCO_GL")
+    evaluate.draw_without_display()
+    assert evaluate.os.environ["MUJOCO_GL"] == chosen
+    if chosen == "disabled":
+        with pytest.raises(SystemExit) as caught:
+            evaluate.make_env(importlib.import_module(CONTINUOUS_PPO), "InvertedPendulum-v4", True)
+        assert caught.value.code == 2 and "InvertedPendulum-v4 can't be drawn here" in capsys.readouterr().err
 
 
 class Lives(gym.Env):
@@ -474,7 +496,7 @@ def test_export_takes_one_run(folder_of, tmp_path, capsys):
     assert_refused(tmp_path, capsys, flags, "takes one run folder, not 2")
 
 
-def test_video_without_what_it_needs(folder_of, tmp_path, capsys, monkeypatch):
+def test_video_without_what_it_needs(folder_of, undisplayed, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ale_py", None)
     installed = importlib.util.find_spec
     found = {"imageio_ffmpeg": True, "PIL": True}
