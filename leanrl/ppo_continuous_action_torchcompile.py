@@ -696,8 +696,9 @@ def warm_up(steps: Sequence, agent, run: Run) -> None:
     try:
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
-            if helper is not None:
-                helper.join(timeout=time.perf_counter() - started)  # no longer, should it hang
+            seconds = time.perf_counter() - started
+            if helper is not None and seconds > 8:  # else everything is in the cache already
+                helper.join(timeout=seconds)  # no longer, should it hang
             for step in [step for step in steps for _ in range(4)]:
                 step()
     finally:
