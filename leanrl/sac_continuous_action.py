@@ -15,6 +15,7 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 """
 
 import argparse
+import contextlib
 import copy
 import difflib
 import fcntl
@@ -77,7 +78,7 @@ class Args:
     save_every: int = 0
     """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
     resume: str | None = None
-    """folder of the run to go on with, under its own arguments; its environments begin new episodes"""
+    """folder of the run to go on with, under its own arguments; environments begin new episodes, PPO a new rollout"""
 
     buffer_size: int = 1_000_000
     """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
@@ -164,7 +165,8 @@ def state_of(part: object) -> object:
     """
     part = part.state_dict() if hasattr(part, "state_dict") else part
     part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
-    if isinstance(part, torch.Tensor) and part.is_floating_point() and not part.isfinite().all():
+    number = torch.as_tensor(part) if isinstance(part, (float, torch.Tensor)) else torch.zeros(())
+    if number.is_floating_point() and not number.isfinite().all():
         raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
     if not isinstance(part, Mapping) and hasattr(part, "__dict__") and not isinstance(part, torch.Tensor):
         part = {name: getattr(part, name) for name in getattr(part, "saved", vars(part))}
@@ -206,13 +208,15 @@ def load_checkpoint(args: Args) -> dict:
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         reason = str(error).partition("\n")[0] or type(error).__name__
         fail("resume", args.resume, f"must be the folder of a run with a checkpoint.pt that is whole ({reason})")
-    if found != (CHECKPOINT_FORMAT, Path(__file__).stem, args.env_id, None):
+    if found != (CHECKPOINT_FORMAT, Path(__file__).stem, config.get("env_id"), None):
         problem = f"its checkpoint.pt is damaged, or of another version, script or environment: {found}"
         fail("resume", args.resume, problem)
     for name, value in vars(args).items():
         may_grow = name == "total_timesteps" and value >= config.get(name, 0)
         if name != "resume" and not may_grow and value != config.get(name):
             fail(name, value, f"must be {config.get(name)} as before" + ", or more" * (name == "total_timesteps"))
+    if checkpoint["global_step"] >= args.total_timesteps:
+        fail("total_timesteps", args.total_timesteps, f"must be above the {checkpoint['global_step']} made before")
     return checkpoint | {"config": config, "files": files}
 
 
@@ -225,15 +229,14 @@ def lock(file: TextIO) -> bool:
     return True
 
 
-def cut_lines(file: TextIO, step: int) -> None:
-    """Takes the lines past `step` out of a file of metrics or episodes, and a last one that was not written whole."""
+def end_of_step(file: TextIO, step: int) -> int:
+    """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
     end = 0
     for line in iter(file.readline, ""):
         if not line.endswith("}\n") or json.loads(line)["global_step"] > step:
             break
         end = file.tell()
-    file.seek(end)
-    file.truncate()
+    return end
 
 
 def replace_file(path: Path, write: Callable) -> None:
@@ -263,7 +266,7 @@ class Run:
 
     saved = ("global_step", "updates", "episodes", "warmup_seconds", "wall_seconds")
 
-    def __init__(self, args: Args, device: torch.device, checkpoint: Mapping, agent: object, buffer: object = None):
+    def __init__(self, args: Args, device: torch.device, checkpoint: dict, agent: object, buffer: object = None):
         self.args, self.device, self.warmup_seconds, self.wall_seconds = args, device, 0.0, 0.0
         self.global_step, self.updates, self.episodes, self.resumed_at = 0, 0, 0, []
         self.window, self.recent, self.stop, self.is_ending = None, deque(maxlen=100), None, False
@@ -280,7 +283,8 @@ class Run:
         if keeps_replay:
             place = Path(args.resume or args.output_dir, "_").absolute()
             existing = next(folder for folder in place.parents if folder.exists())
-            size, free = (number / 1e6 for number in (buffer.nbytes, shutil.disk_usage(existing).free))
+            free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in place.parent.glob("*.pt*"))
+            size, free = buffer.nbytes / 1e6, free / 1e6
             print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
             if 2 * size > free:  # the old one lies there until the new one is whole
                 fail("save_replay", True, f"needs {2 * size:.1f} MB on the disk, where {free:.1f} MB are free")
@@ -302,7 +306,7 @@ class Run:
             import wandb
 
             about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
-            about |= {"id": self.folder.name, "resume": "allow"}
+            about |= {"id": self.folder.resolve().name, "resume": "allow"}
             try:
                 self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
             except wandb.errors.Error as error:
@@ -328,25 +332,28 @@ class Run:
         lock(self.files["metrics"])
         return folder
 
-    def reopen_folder(self, checkpoint: Mapping) -> Path:
+    def reopen_folder(self, checkpoint: dict) -> Path:
         """The folder that `args.resume` names, with everything as it was at its checkpoint."""
-        try:
-            restore(self.parts, checkpoint["parts"])
-        except (AttributeError, KeyError, ValueError, RuntimeError) as error:
-            fail("resume", self.args.resume, f"its checkpoint.pt does not fit this script ({error!r:.100})")
-        self.recent.extend(checkpoint["recent"])
-        self.resumed_at = [*checkpoint["resumed_at"], self.global_step]
+        self.files, folder = checkpoint["files"], Path(self.args.resume)
         setters = [random.setstate, np.random.set_state, torch.set_rng_state]
         setters += [torch.cuda.set_rng_state] * (self.device.type == "cuda")
-        for set_state, state in zip(setters, checkpoint["random"], strict=False):
-            set_state(state)
-        self.files = checkpoint["files"]
-        for file in self.files.values():
-            cut_lines(file, self.global_step)
+        try:
+            restore(self.parts, checkpoint.pop("parts"))  # a replay in it need not stay in memory
+            self.recent.extend(checkpoint["recent"])
+            self.resumed_at = [*checkpoint["resumed_at"], self.global_step]
+            for set_state, state in zip(setters, checkpoint["random"], strict=False):
+                set_state(state)
+            ends = [end_of_step(file, self.global_step) for file in self.files.values()]
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            fail("resume", self.args.resume, f"its files do not fit this script ({error!r:.100})")
+        for file, end in zip(self.files.values(), ends, strict=True):
+            file.seek(end)
+            file.truncate()
+        (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
         config = checkpoint["config"] | {"total_timesteps": self.args.total_timesteps}
         if config != checkpoint["config"]:
-            write_json(Path(self.args.resume, "config.json"), config)
-        return Path(self.args.resume)
+            write_json(folder / "config.json", config)
+        return folder
 
     def __enter__(self):
         def interrupt(number, _frame):  # SIGTERM ends a run as Ctrl-C does
@@ -354,7 +361,8 @@ class Run:
                 return  # nothing may cost the summary
             if self.stop is None and self.global_step > self.first_step:
                 self.stop, self.stop_time = number, time.perf_counter()
-                self.bar.set_postfix_str("stops after this step, or at once if asked again")
+                with contextlib.suppress(RuntimeError):  # the bar may be at work itself
+                    self.bar.set_postfix_str("stops after this step, or at once if asked again")
             elif self.stop is None or time.perf_counter() - self.stop_time > 1:
                 self.stop, self.is_ending = None, True
                 raise KeyboardInterrupt(number)

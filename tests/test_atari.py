@@ -546,9 +546,12 @@ def test_no_such_game(capsys, monkeypatch, tmp_path, script, env_id, nearest):
 
 
 # ---- Probes ----
-@each_script
 @pytest.mark.parametrize(
-    "probe", ["ConstantReward", "DelayedReward", "ObservationReward", "ActionReward", "BothReward"]
+    "script, probe",
+    [
+        *((COMPILED, f"{kind}Reward") for kind in ("Constant", "Delayed", "Observation", "Action", "Both")),
+        *((EAGER, f"{kind}Reward") for kind in ("Delayed", "Both")),
+    ],
 )
 def test_probe(monkeypatch, tmp_path, script, probe):
     module, agents = importlib.import_module(script), []

@@ -6,6 +6,7 @@ import fcntl
 import importlib
 import io
 import json
+import math
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,6 +92,17 @@ def stopped(request, launch):
     return script, run
 
 
+FEW = ("dqn", "dqn_torchcompile", "sac_continuous_action_torchcompile", "ppo_continuous_action_torchcompile")
+
+
+@pytest.fixture
+def copied_few(copied):
+    """As `copied`, of a script of each kind: where what is tested is in the helpers that all of them share."""
+    if copied[0] not in FEW:
+        pytest.skip("the same text as in the others")
+    return copied
+
+
 @pytest.fixture
 def copied(stopped, tmp_path):
     """The same, in a folder that may be changed."""
@@ -142,15 +155,15 @@ def test_two_resumes_from_one_checkpoint_give_the_same_files(copied, tmp_path):
     assert untimed(folder) == untimed(other)
 
 
-def test_other_seeds_than_before(copied, stopped):
-    script, folder = copied
+def test_other_seeds_than_before(copied_few, stopped):
+    script, folder = copied_few
     (env,) = resume(script, folder).made
     assert env.seed not in [made.seed for made in stopped[1].made]
 
 
-def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
+def test_lines_past_the_checkpoint_are_cut(copied_few, tmp_path):
     """Such as a killed run leaves: some whole, the last one not."""
-    script, folder = copied
+    script, folder = copied_few
     longer = Path(shutil.copytree(folder, tmp_path / "longer"))
     for name in ("metrics", "episodes"):
         with open(longer / f"{name}.jsonl", "a") as file:
@@ -160,14 +173,34 @@ def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
     assert untimed(folder) == untimed(longer)
 
 
-def test_it_may_grow(copied):
-    script, folder = copied
+def test_it_may_grow(copied_few):
+    script, folder = copied_few
     resume(script, folder, total_timesteps=400)
     assert [line["global_step"] for line in lines_of(folder, "metrics")] == [1, 100, 200, 300, 400]
     assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 400
     resume(script, folder, total_timesteps=450)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["global_step"] == 450 and summary["resumed_at"] == [110, 400]
+
+
+def test_a_run_that_has_finished_is_not_resumed(small_run, tmp_path):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    resume("dqn", folder)
+    status, err = load(folder)
+    assert status == 2 and err == "error: --total-timesteps 300: must be above the 300 made before\n"
+    assert load(folder, total_timesteps=301) == (0, "")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_of_every_kind_must_be_finite(number):
+    module = importlib.import_module("ppo_continuous_action")
+    variance, moments = module.RunningVariance(), module.RunningMoments(2)
+    assert module.state_of({"a": variance, "b": moments}).keys() == {"a", "b"}
+    variance.update(number)
+    moments.update(np.array([[0.0, number]]))
+    for part in (variance, moments, {"a": {"b": torch.tensor([1.0, number])}}, torch.tensor(number), number):
+        with pytest.raises(FloatingPointError):
+            module.state_of(part)
 
 
 @pytest.mark.parametrize("script", NO_REPLAY)
@@ -319,10 +352,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(small_run, tmp_path):
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_a_changed_argument_is_named(small_run, change):
-    (name, value), flag = next(iter(change.items())), f"--{next(iter(change)).replace('_', '-')}"
+    (name, value) = next(iter(change.items()))
+    flag = f"--{name.replace('_', '-')}"
     status, err = load(small_run, **change)
     assert status == 2 and err.count("\n") == 1
-    assert f"{flag} {value}" in err or (name == "env_id" and "CounterDiscrete-v0" in err)
+    assert f"{flag} {value}" in err
 
 
 def test_a_folder_in_use_is_refused(small_run):

@@ -166,6 +166,26 @@ def test_ring_goes_on_from_a_checkpoint_with_every_transition_as_it_happened(num
         ring.write()
 
 
+def test_ring_that_is_resumed_again_and_again_and_then_grows():
+    """Each time the newest transition needs a copy of its next observation, beside those of true truncations."""
+    arguments, env = args_of(10**6, batch_size=2000), fake_env(10)
+    arguments.total_timesteps = 60
+    stream, happened, ring = Stream(1, [(10, "truncated"), (4, "terminated")]), [], ReplayRing(arguments, env, CPU)
+    for total in (*[60] * 9, 400):
+        arguments.total_timesteps = total
+        for _ in range(3 if total == 60 else 370):
+            step_all(ring, stream, happened)
+            ring.upload()
+            ring.write()
+        assert_holds(ring, happened, max(ring.oldest.item(), 0))
+        assert ring.oldest.item() < len(happened) - 15 or len(happened) < 20
+        state, arguments.total_timesteps = ring.state_dict(), 400 if len(happened) >= 27 else 60
+        ring = ReplayRing(arguments, env, CPU, first=len(happened))
+        ring.load_state_dict(state)
+        stream.episode, stream.t = [stream.episode[0] + 1], [0]
+        assert_holds(ring, happened, max(ring.oldest.item(), 0))
+
+
 def test_ring_that_begins_empty_at_a_later_step():
     """As a resumed run's without its replay: nothing older than itself is drawn."""
     stream, happened, ring = Stream(2, MIXED), [], ReplayRing(args_of(20, 2, 500), fake_env(None), CPU, first=134)
