@@ -37,6 +37,7 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "update-epochs": AT_LEAST_1,
     "learning-starts": ("at least 0", [-1]),
     "measure-burnin": ("at least 0", [-1]),
+    "save-every": ("at least 0", [-1]),
     "seed": ("[0, 2**32)", [-1, 2**32]),
     "learning-rate": POSITIVE,
     "policy-lr": POSITIVE,
