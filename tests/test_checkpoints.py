@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -92,15 +93,9 @@ def stopped(request, launch):
     return script, run
 
 
-FEW = ("dqn", "dqn_torchcompile", "sac_continuous_action_torchcompile", "ppo_continuous_action_torchcompile")
-
-
-@pytest.fixture
-def copied_few(copied):
-    """As `copied`, of a script of each kind: where what is tested is in the helpers that all of them share."""
-    if copied[0] not in FEW:
-        pytest.skip("the same text as in the others")
-    return copied
+# Of each kind one, where what is tested is in the helpers that all scripts share
+FEW = ["dqn", "dqn_torchcompile", "sac_continuous_action_torchcompile", "ppo_continuous_action_torchcompile"]
+few_scripts = pytest.mark.parametrize("stopped", FEW, indirect=True, scope="module")
 
 
 @pytest.fixture
@@ -155,15 +150,17 @@ def test_two_resumes_from_one_checkpoint_give_the_same_files(copied, tmp_path):
     assert untimed(folder) == untimed(other)
 
 
-def test_other_seeds_than_before(copied_few, stopped):
-    script, folder = copied_few
+@few_scripts
+def test_other_seeds_than_before(copied, stopped):
+    script, folder = copied
     (env,) = resume(script, folder).made
     assert env.seed not in [made.seed for made in stopped[1].made]
 
 
-def test_lines_past_the_checkpoint_are_cut(copied_few, tmp_path):
+@few_scripts
+def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
     """Such as a killed run leaves: some whole, the last one not."""
-    script, folder = copied_few
+    script, folder = copied
     longer = Path(shutil.copytree(folder, tmp_path / "longer"))
     for name in ("metrics", "episodes"):
         with open(longer / f"{name}.jsonl", "a") as file:
@@ -173,8 +170,9 @@ def test_lines_past_the_checkpoint_are_cut(copied_few, tmp_path):
     assert untimed(folder) == untimed(longer)
 
 
-def test_it_may_grow(copied_few):
-    script, folder = copied_few
+@few_scripts
+def test_it_may_grow(copied):
+    script, folder = copied
     resume(script, folder, total_timesteps=400)
     assert [line["global_step"] for line in lines_of(folder, "metrics")] == [1, 100, 200, 300, 400]
     assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 400
@@ -204,14 +202,17 @@ def test_numbers_of_every_kind_must_be_finite(number):
 
 
 @pytest.mark.parametrize("script", NO_REPLAY)
-def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, script):
-    run = launch(script, *small(script, 40), raises=SystemExit, stop_after=110)
-    before = run.summary["updates"]
+def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, monkeypatch, script):
+    """By the policy: actions at random are for the beginning of the whole run."""
+    run, sampled = launch(script, *small(script, 40), raises=SystemExit, stop_after=110), []
+    before, sample = run.summary["updates"], gym.spaces.Box.sample
+    monkeypatch.setattr(gym.spaces.Box, "sample", lambda space: sampled.append(space) or sample(space))
     resumed = resume(script, run.folder)
     frequency = 10 if script.startswith("dqn") else 1
     assert resumed.run.updates - before == (300 - 110 - 40) // frequency
-    random = [str(action.tolist()) for action in resumed.made[0].actions[:30]]
-    assert script.startswith("dqn") or len(set(random)) == 30  # the policy acts, not the action space's own generator
+    assert sampled == [] and len(resumed.made[0].actions) == 190
+    launch(script, *small(script, 40))
+    assert len(sampled) == (0 if script.startswith("dqn") else 40), "else this test sees nothing"
 
 
 def test_save_every(launch, monkeypatch):
@@ -455,3 +456,13 @@ def test_replay_needs_free_disk(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         module.main(args)
     assert caught.value.code == 2 and "--save-replay" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_the_replay_that_a_resume_replaces_counts_as_room(launch, monkeypatch):
+    """There is room for one more checkpoint beside the one that is there, as there was when that one was written."""
+    run = launch("dqn", *small("dqn"), "--save-replay", raises=SystemExit, stop_after=200)
+    buffer = torch.load(run.folder / "checkpoint.pt", weights_only=True)["parts"]["buffer"]
+    usage, size = shutil.disk_usage, sum(rows.nbytes for rows in buffer.values() if isinstance(rows, torch.Tensor))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1.2 * size))
+    resume("dqn", run.folder)
+    assert json.loads((run.folder / "summary.json").read_text())["global_step"] == 300

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import multiprocessing
 import os
 import time
 from types import SimpleNamespace
@@ -108,6 +109,9 @@ def test_same_random_numbers_same_losses(both):
 
 
 # ---- The process that compiles beside the run ----
+time_of_run = SimpleNamespace(now=time.perf_counter)
+
+
 @pytest.fixture
 def warm_up(tmp_path):
     """warm_up(first, second): what the steps' processes wrote, and the agent; each step also counts in its tensor."""
@@ -123,7 +127,7 @@ def warm_up(tmp_path):
 
         steps = [functools.partial(step, number) for number in range(len(works))]
         args = SimpleNamespace(resume=None)
-        run = SimpleNamespace(device=torch.device("cpu"), now=time.perf_counter, args=args, warmup_seconds=0.0)
+        run = SimpleNamespace(device=torch.device("cpu"), now=time_of_run.now, args=args, warmup_seconds=0.0)
         try:
             dqn_torchcompile.warm_up(steps, agent, run)
         finally:
@@ -155,9 +159,24 @@ def test_one_step_needs_no_other_process(warm_up):
     assert warm_up(nothing).files.keys() == {"0 here"}
 
 
-def test_another_process_that_hangs_is_not_waited_for(warm_up):
-    agent = warm_up(lambda place: time.sleep(0.5), lambda place: time.sleep(1e6 if place == "beside" else 0))
+@pytest.mark.parametrize("speed", [1, 20], ids=["filled cache", "empty cache"])
+def test_another_process_that_hangs_is_not_waited_for(warm_up, monkeypatch, speed):
+    """On a clock that is faster the first step seems to have been compiled: then it is given that time, and no more."""
+    clock, waits = SimpleNamespace(perf_counter=lambda: speed * time.perf_counter()), []
+    monkeypatch.setattr(dqn_torchcompile, "time", clock)
+    monkeypatch.setattr(time_of_run, "now", clock.perf_counter)
+    join = multiprocessing.context.ForkProcess.join
+
+    def noting_join(process, timeout=None):
+        if process.is_alive() and waits.append(timeout) is None and timeout is not None:
+            timeout = 0.1  # enough here
+        join(process, timeout)
+
+    monkeypatch.setattr(multiprocessing.context.ForkProcess, "join", noting_join)
+    agent = warm_up(lambda place: time.sleep(0.6), lambda place: time.sleep(1e6 if place == "beside" else 0))
     assert "1 here" in agent.files and agent.count.tolist() == [0, 0, 0]
+    given = [wait for wait in waits if wait is not None]
+    assert len(given) == (speed > 1) and all(12 <= wait < 40 for wait in given)
     assert_is_gone(agent.files["1 beside"])
 
 
