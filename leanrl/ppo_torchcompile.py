@@ -15,8 +15,8 @@ Published returns at 500k steps (CleanRL): CartPole-v1 490 ± 6, Acrobot-v1 -86.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
-import argparse
 import contextlib
+import copy
 import difflib
 import fcntl
 import importlib.metadata
@@ -35,7 +35,6 @@ import sys
 import time
 import warnings
 import zipfile
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -118,7 +117,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -156,97 +155,42 @@ def check_args(args: Args) -> None:
 
 def stored_args() -> Args:
     """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    folder = parser.parse_known_args()[0].resume
-    if folder is None:
-        return Args()
+    folder = tyro.cli(Args).resume
     try:
-        config = json.loads(Path(folder, "config.json").read_text())
+        config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
         return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
-def state_of(part: object) -> object:
-    """What a checkpoint holds of an object: its state_dict(), or the attributes that `saved` names, or all of them.
+def end_of_step(file: TextIO, step: int) -> int:
+    """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
+    return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
 
-    Raises FloatingPointError if a number in it is not finite.
-    """
+
+def state_of(part: object) -> object:
+    """What a checkpoint holds of an object: its state_dict(), or what its `saved` names. Raises FloatingPointError."""
     part = part.state_dict() if hasattr(part, "state_dict") else part
+    part = {name: getattr(part, name) for name in part.saved} if hasattr(part, "saved") else part
     part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
-    number = torch.as_tensor(part) if isinstance(part, (float, torch.Tensor)) else torch.zeros(())
-    if number.is_floating_point() and not number.isfinite().all():
+    if isinstance(part, float | torch.Tensor) and not torch.as_tensor(part).isfinite().all():
         raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
-    if not isinstance(part, Mapping) and hasattr(part, "__dict__") and not isinstance(part, torch.Tensor):
-        part = {name: getattr(part, name) for name in getattr(part, "saved", vars(part))}
-    return {name: state_of(value) for name, value in part.items()} if isinstance(part, Mapping) else part
+    return {name: state_of(value) for name, value in part.items()} if isinstance(part, dict) else part
 
 
 @torch.no_grad()
 def restore(part: object, state: Mapping) -> None:
-    """Puts the state that `state_of` took back into an object, in place. Raises KeyError or ValueError if it can't."""
+    """Puts what `state_of` gave back into an object, in place; raises whatever a state that does not fit leads to."""
     for name, new in state.items():
-        old = part[name] if isinstance(part, Mapping) else getattr(part, name)
+        old = part[name] if isinstance(part, dict) else getattr(part, name)
         if hasattr(old, "load_state_dict"):
             old.load_state_dict(new)
-        elif isinstance(old, (int, float)):
-            setattr(part, name, new)
-        elif not isinstance(old, (torch.Tensor, np.ndarray)):
+        elif isinstance(new, torch.Tensor):
+            torch.as_tensor(old).copy_(new.view(old.shape))
+        elif isinstance(new, dict):
             restore(old, new)
-        elif old.shape == new.shape:
-            old[...] = new
         else:
-            raise ValueError(f"{name} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
-
-
-def load_checkpoint(args: Args) -> dict:
-    """The checkpoint of the run that `args.resume` names, with its files, locked; without --resume only step 0.
-
-    Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
-    """
-    if args.resume is None:
-        return {"global_step": 0}
-    try:
-        config = json.loads(Path(args.resume, "config.json").read_text())
-        files = {name: open(Path(args.resume, f"{name}.jsonl"), "r+", buffering=1) for name in ("metrics", "episodes")}
-        if not lock(files["metrics"]):
-            fail("resume", args.resume, "is in use by another run")
-        path = Path(args.resume, "checkpoint.pt")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        found = (checkpoint["format"], checkpoint["script"], checkpoint["env_id"], zipfile.ZipFile(path).testzip())
-    except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        fail("resume", args.resume, f"must be the folder of a run with a checkpoint.pt that is whole ({reason})")
-    if found != (CHECKPOINT_FORMAT, Path(__file__).stem, config.get("env_id"), None):
-        problem = f"its checkpoint.pt is damaged, or of another version, script or environment: {found}"
-        fail("resume", args.resume, problem)
-    for name, value in vars(args).items():
-        may_grow = name == "total_timesteps" and value >= config.get(name, 0)
-        if name != "resume" and not may_grow and value != config.get(name):
-            fail(name, value, f"must be {config.get(name)} as before" + ", or more" * (name == "total_timesteps"))
-    if checkpoint["global_step"] >= args.total_timesteps:
-        fail("total_timesteps", args.total_timesteps, f"must be above the {checkpoint['global_step']} made before")
-    return checkpoint | {"config": config, "files": files}
-
-
-def lock(file: TextIO) -> bool:
-    """Keeps other runs from a file until this process ends; False if one has it (some disks can't tell)."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
-
-
-def end_of_step(file: TextIO, step: int) -> int:
-    """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
-    end = 0
-    for line in iter(file.readline, ""):
-        if not line.endswith("}\n") or json.loads(line)["global_step"] > step:
-            break
-        end = file.tell()
-    return end
+            setattr(part, name, new)
 
 
 def replace_file(path: Path, write: Callable) -> None:
@@ -270,55 +214,51 @@ class Run:
     """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
 
     metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
-    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. Going on from
-    a `checkpoint` it appends to these files; what was written after that checkpoint is taken out of them.
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. With --resume
+    it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
     """
 
-    saved = ("global_step", "updates", "episodes", "warmup_seconds", "wall_seconds")
+    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds")
 
-    def __init__(self, args: Args, device: torch.device, checkpoint: dict, agent: object, buffer: object = None):
-        self.args, self.device, self.warmup_seconds, self.wall_seconds = args, device, 0.0, 0.0
-        self.global_step, self.updates, self.episodes, self.resumed_at = 0, 0, 0, []
-        self.window, self.recent, self.stop, self.is_ending = None, deque(maxlen=100), None, False
+    def __init__(self, args: Args, device: torch.device, agent: object, buffer: object = None):
+        self.args, self.device, self.parts = args, device, {"run": self, "agent": agent}
+        self.global_step, self.updates, self.episodes, self.recent = 0, 0, 0, []
+        self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
-        keeps_replay = getattr(args, "save_replay", False)
-        self.parts = {"run": self, "agent": agent} | ({"buffer": buffer} if keeps_replay else {})
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco")
-        versions = {p: importlib.metadata.version(p) if importlib.util.find_spec(p) else None for p in packages}
+        versions = {"python": platform.python_version()}
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
+            versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        self.about["versions"] = {"python": platform.python_version(), **versions}
+        self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        if keeps_replay:
-            place = Path(args.resume or args.output_dir, "_").absolute()
-            existing = next(folder for folder in place.parents if folder.exists())
-            free = shutil.disk_usage(existing).free + sum(path.stat().st_size for path in place.parent.glob("*.pt*"))
-            size, free = buffer.nbytes / 1e6, free / 1e6
-            print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
-            if 2 * size > free:  # the old one lies there until the new one is whole
-                fail("save_replay", True, f"needs {2 * size:.1f} MB on the disk, where {free:.1f} MB are free")
-        self.folder = self.reopen_folder(checkpoint) if args.resume else self.make_folder()
-
-        self.first_step, self.start = self.global_step, time.perf_counter() - self.wall_seconds
-        self.last_log, self.next_log, self.next_save = (self.global_step, time.perf_counter()), 0, math.inf
-        if self.global_step:
-            self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
-        if args.save_every:
-            self.next_save = (self.global_step // args.save_every + 1) * args.save_every
-        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
+        if getattr(args, "save_replay", False):
+            self.parts["buffer"] = buffer
+            place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
+            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free / 1e6
+            size = (
+                buffer.saved_nbytes / 1e6 * (1 if place.exists() else 2)
+            )  # the old one stays until the new one is whole
+            print(f"replay buffer in the checkpoint: up to {buffer.saved_nbytes / 1e6:.1f} MB", flush=True)
+            if size > free:
+                fail("save_replay", True, f"needs {size:.1f} MB on the disk, where {free:.1f} MB are free")
+        self.folder = self.reopen_folder() if args.resume else self.make_folder()
+        self.first_step = self.last_step = self.global_step
+        self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
         # What the agent learns from has to be collected first, anew where a resumed run has no replay
-        begun = 0 if keeps_replay else self.first_step
-        self.learning_starts = begun + getattr(args, "learning_starts", min(rollout, left // 2))
+        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
+        self.learning_starts = getattr(args, "learning_starts", min(rollout, left // 2))
+        self.learning_starts += 0 if "buffer" in self.parts else self.first_step
         opens = min(max(self.learning_starts, self.first_step), args.total_timesteps)
         self.window_opens = opens + min(args.measure_burnin, (args.total_timesteps - opens) // 2)
         if args.track:
             import wandb
 
             about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
-            about |= {"id": self.folder.resolve().name, "resume": "allow"}
+            name = self.folder.resolve().name
             try:
-                self.tracked = wandb.init(**about, name=self.folder.name, dir=str(self.folder))
+                self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
             except wandb.errors.Error as error:
                 if not args.resume:
                     shutil.rmtree(self.folder)
@@ -326,61 +266,72 @@ class Run:
 
     def make_folder(self) -> Path:
         """A new folder, with config.json and empty files of metrics and episodes."""
-        stem = [re.sub(r"[^\w.-]+", "-", self.args.env_id), Path(__file__).stem, *self.flags, str(self.args.seed)]
+        args = self.args
+        stem = [re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *self.flags, str(args.seed)]
         while True:
-            folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+            folder = Path(args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
             try:
                 folder.mkdir(parents=True)
                 break
             except OSError as error:
                 if not os.path.isdir(folder):
-                    problem = f"must be a folder that can be written to ({error.strerror})"
-                    fail("output_dir", self.args.output_dir, problem)
+                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
-        write_json(folder / "config.json", vars(self.args) | self.about)
+        write_json(folder / "config.json", vars(args) | self.about)
         self.files = {name: open(folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
-        lock(self.files["metrics"])
+        with contextlib.suppress(OSError):  # some network disks know no locks
+            fcntl.flock(self.files["metrics"], fcntl.LOCK_EX)
         return folder
 
-    def reopen_folder(self, checkpoint: dict) -> Path:
-        """The folder that `args.resume` names, with everything as it was at its checkpoint."""
-        self.files, folder = checkpoint["files"], Path(self.args.resume)
-        setters = [random.setstate, np.random.set_state, torch.set_rng_state]
-        setters += [torch.cuda.set_rng_state] * (self.device.type == "cuda")
+    def reopen_folder(self) -> Path:
+        """The folder that `args.resume` names, with everything as it was at its checkpoint.
+
+        Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
+        """
+        args, folder = self.args, Path(self.args.resume)
+        expected = vars(args) | {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem}
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
         try:
-            restore(self.parts, checkpoint.pop("parts"))  # a replay in it need not stay in memory
-            self.recent.extend(checkpoint["recent"])
-            self.resumed_at = [*checkpoint["resumed_at"], self.global_step]
-            for set_state, state in zip(setters, checkpoint["random"], strict=False):
+            stored = json.loads((folder / "config.json").read_text())
+            self.files = {name: open(folder / f"{name}.jsonl", "r+", buffering=1) for name in ("metrics", "episodes")}
+            fcntl.flock(self.files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
+                raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
+            stored |= {name: checkpoint[name] for name in ("format", "script", "env_id")}
+            for name, value in expected.items():
+                may_grow = name == "total_timesteps" and value >= stored[name]
+                if name != "resume" and not may_grow and value != stored.get(name):
+                    fail(name, value, f"must be {stored.get(name)}, as in {folder}")
+            restore(self.parts, checkpoint["parts"])
+            for set_state, state in zip(setters, checkpoint["random"]):
                 set_state(state)
             ends = [end_of_step(file, self.global_step) for file in self.files.values()]
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            fail("resume", self.args.resume, f"its files do not fit this script ({error!r:.100})")
-        for file, end in zip(self.files.values(), ends, strict=True):
+        except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+            reason = "in use by another run" if isinstance(error, BlockingIOError) else str(error).partition("\n")[0]
+            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason or error!r})")
+        if self.global_step >= args.total_timesteps:
+            fail("total_timesteps", args.total_timesteps, f"must be above the {self.global_step} made before")
+        for file, end in zip(self.files.values(), ends):
             file.seek(end)
             file.truncate()
         (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
-        config = checkpoint["config"] | {"total_timesteps": self.args.total_timesteps}
-        if config != checkpoint["config"]:
-            write_json(folder / "config.json", config)
+        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
         return folder
 
     def __enter__(self):
-        def interrupt(number, _frame):  # SIGTERM ends a run as Ctrl-C does
-            if self.is_ending:
-                return  # nothing may cost the summary
-            if self.stop is None and self.global_step > self.first_step:
-                self.stop, self.stop_time = number, time.perf_counter()
-                with contextlib.suppress(RuntimeError):  # the bar may be at work itself
-                    self.bar.set_postfix_str("stops after this step, or at once if asked again")
-            elif self.stop is None or time.perf_counter() - self.stop_time > 1:
-                self.stop, self.is_ending = None, True
-                raise KeyboardInterrupt(number)
-
-        self.handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         about = {"total": self.args.total_timesteps, "initial": self.global_step, "unit": "step"}
         self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
+
+    def interrupt(self, number: int, _frame) -> None:
+        """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
+        if self.stop is None and self.global_step > self.first_step:
+            self.stop, self.stop_time = number, time.perf_counter()
+        elif self.stop is None or time.perf_counter() - self.stop_time > 1:
+            self.stop = None
+            raise KeyboardInterrupt(number)
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
@@ -393,21 +344,19 @@ class Run:
                 total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
                 self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent.extend([] if total is None else [(total, self.lengths[i])])
+                self.recent = [*self.recent[-99:], (total, self.lengths[i])] if total is not None else self.recent
                 self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
     def end_step(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
+        last_step, self.last_step = self.last_step, self.global_step
         if self.window is None and self.global_step >= self.window_opens:
             self.window = (self.global_step, self.now())
-        if self.global_step >= min(self.next_log, self.args.total_timesteps):
-            self.next_log = (self.global_step // LOG_EVERY + 1) * LOG_EVERY
+        if self.global_step // LOG_EVERY > last_step // LOG_EVERY or self.global_step >= self.args.total_timesteps:
             self.log(losses, learning_rate)
-        if self.global_step >= self.next_save:
-            self.next_save = (self.global_step // self.args.save_every + 1) * self.args.save_every
+        if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
             self.save()
         if self.stop is not None:
-            self.is_ending = True
             raise KeyboardInterrupt(self.stop)
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
@@ -429,14 +378,12 @@ class Run:
     def save(self) -> None:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
         self.wall_seconds = time.perf_counter() - self.start
-        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
-        checkpoint |= {"global_step": self.global_step, "recent": list(self.recent), "resumed_at": self.resumed_at}
         kind, keys, *rest = np.random.get_state()
-        checkpoint["random"] = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
-        if self.device.type == "cuda":
-            checkpoint["random"].append(torch.cuda.get_rng_state(self.device))
+        generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
+        generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
         try:
-            checkpoint["parts"] = state_of(self.parts)
+            checkpoint |= {"global_step": self.global_step, "random": generators, "parts": state_of(self.parts)}
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, FloatingPointError) as error:
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
@@ -444,7 +391,7 @@ class Run:
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
         means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
-        return dict(zip(("episode_return", "episode_length"), means, strict=True))
+        return {"episode_return": means[0], "episode_length": means[1]}
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
@@ -453,32 +400,28 @@ class Run:
         return time.perf_counter()
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.is_ending = True
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
         status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
-        summary |= {"env_id": self.args.env_id, "seed": self.args.seed}
-        summary |= {"global_step": self.global_step, "updates": self.updates, "fps": fps}
-        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "resumed_at": self.resumed_at}
-        summary |= {"episodes": self.episodes, **self.about}
-        summary |= {"episode_return": self.means()["episode_return"], "peak_memory_bytes": peak, "status": status}
-        is_whole = status != "interrupted" or self.stop is not None  # else a step may have been left in the middle
-        if is_whole and self.global_step > self.first_step:
-            self.save()
+        about = self.about | {"peak_memory_bytes": peak, "status": status}
+        about |= {"episodes": self.episodes, "episode_return": self.means()["episode_return"]}
+        about |= {"warmup_seconds": round(self.warmup_seconds, 3), "wall_seconds": round(end - self.start, 3)}
+        about |= {"updates": self.updates, "fps": fps, "fps_window": [first_step, self.global_step]}
+        about |= {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        about |= {name: getattr(self.args, name) for name in ("env_id", "seed")} | {"global_step": self.global_step}
+        if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
+            self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
-        try:
-            write_json(self.folder / "summary.json", summary)
-            for file in self.files.values():
-                file.close()
-        except OSError as problem:
-            print(f"files not complete: {problem}", file=sys.stderr)
-        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{fps} steps/s on {self.about['device_name']}, warm-up {summary['warmup_seconds']} s")
+        write_json(self.folder / "summary.json", about)
+        for file in self.files.values():
+            file.close()
+        print(f"return {about['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {about['device_name']}, warm-up {about['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -489,11 +432,10 @@ class Run:
 
 
 # ---- Environments ----
-def make_environments(args: Args, step: int = 0) -> tuple[list[gym.Env], list[int]]:
-    """The environments, and the seeds of their first resets: no other seed, environment or resumed run shares them.
+def make_environments(args: Args) -> list[gym.Env]:
+    """The environments; ends the program with exit status 2 if they can't be made.
 
-    Ends the program with exit status 2 if they can't be made. Notices about the older -v4 models go neither to the
-    terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
     """
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
@@ -502,16 +444,20 @@ def make_environments(args: Args, step: int = 0) -> tuple[list[gym.Env], list[in
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            envs = [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (gym.error.Error, ImportError) as error:
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-    seeds = np.random.SeedSequence([args.seed, step]).generate_state(2 * args.num_envs).tolist()
-    for env, seed in zip(envs, seeds[args.num_envs :], strict=True):
-        env.action_space.seed(seed)
-    return envs, seeds[: args.num_envs]
+
+
+def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
+    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
+    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
+        env.action_space.seed(action_seed)
+    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
 
 
 def check_discrete_spaces(env: gym.Env) -> None:
@@ -624,6 +570,8 @@ class FlatModule:
 class Adam:
     """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
 
+    saved = ("lr", "first_moment", "second_moment", "powers")
+
     def __init__(self, parameters: torch.Tensor, lr: float, eps: float = 1e-8):
         self.parameters, self.lr, self.eps = parameters, torch.tensor(lr, device=parameters.device), eps
         self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
@@ -648,22 +596,19 @@ def run_steps(steps: Sequence) -> None:
         step()
 
 
-def warm_up(steps: Sequence, agent, run: Run) -> None:
+def warm_up(steps: Sequence, agent: object, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
-    parts = [vars(agent), agent.losses, *(vars(part) for part in vars(agent).values() if isinstance(part, Adam))]
-    tensors = [tensor for part in parts for tensor in part.values() if isinstance(tensor, torch.Tensor)]
-    started, helper = run.now(), None
+    before, started, helper = copy.deepcopy(state_of(agent)), run.now(), None
     try:
         if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
             helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
             helper.start()
-        saved = [tensor.clone() for tensor in tensors]
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
-            seconds = time.perf_counter() - started
+            seconds = run.now() - started
             if helper is not None and seconds > 8:  # else everything is in the cache already
                 helper.join(timeout=seconds)  # no longer, should it hang
             for step in [step for step in steps for _ in range(4)]:
@@ -672,8 +617,7 @@ def warm_up(steps: Sequence, agent, run: Run) -> None:
         if helper is not None and helper.pid is not None:
             helper.kill()
             helper.join()
-    for tensor, value in zip(tensors, saved, strict=True):
-        tensor.copy_(value)
+    restore(agent, before)
     run.warmup_seconds += run.now() - started
 
 
@@ -799,14 +743,13 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
-    checkpoint = load_checkpoint(args)
-    envs, seeds = make_environments(args, checkpoint["global_step"])
+    envs = make_environments(args)
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledPPOAgent(args, envs[0], device)
     rollout = agent.rollout.arrays
 
-    with Run(args, device, checkpoint, agent) as run:
+    with Run(args, device, agent) as run:
         # Compilation and capture: a full graph to prepare a rollout, and one for an update
         prepare, update = agent.prepare, agent.update
         if args.compile:
@@ -823,8 +766,7 @@ def main(args: Args) -> None:
         if args.compile or args.cudagraphs:
             warm_up([update, prepare], agent, run)
 
-        first = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
-        observation = np.stack(first, dtype=np.float32)
+        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         iterations = -(-args.total_timesteps // args.num_envs) // args.num_steps
         learning_rate, last_step = args.learning_rate, iterations * args.num_steps * args.num_envs
