@@ -716,11 +716,12 @@ def warm_up(steps: Sequence, agent: object, run: Run) -> None:
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
-    before, started, helper = copy.deepcopy(state_of(agent)), run.now(), None
+    started, helper = run.now(), None
     try:
         if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
             helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
             helper.start()
+        before = copy.deepcopy(state_of(agent))  # now, as it starts threads, which do not live on in a forked process
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
