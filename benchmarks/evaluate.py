@@ -209,7 +209,7 @@ def make_env(module: ModuleType, env_id: str, with_pictures: bool) -> tuple[str,
     """The environment and its name, which for an Atari game with pictures is that of its twin."""
     if hasattr(module, "make_pool"):
         return (f"ALE/{env_id}", make_twin(f"ALE/{env_id}")) if with_pictures else (env_id, Game(module, env_id))
-    (env,), _ = module.make_environments(module.Args(env_id=env_id, num_envs=1))
+    (env,) = module.make_environments(module.Args(env_id=env_id, num_envs=1))
     if with_pictures:
         try:
             if os.environ.get("MUJOCO_GL") == "disabled" and "mujoco" in str(env.spec.entry_point):
@@ -251,7 +251,7 @@ def read_checkpoint(folder: Path) -> dict:
             file.seek(0)
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script, checkpoint["agent"] = checkpoint["script"], checkpoint["parts"]["agent"]
-        missing = {"format", "env_id", "global_step", "recent"} - set(checkpoint)
+        checkpoint["recent"], missing = checkpoint["parts"]["run"]["recent"], {"format", "env_id"} - set(checkpoint)
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({first_line(error)})")
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:

@@ -217,11 +217,11 @@ class Run:
     it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
     """
 
-    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds")
+    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
 
     def __init__(self, args: Args, device: torch.device, agent: object, buffer: object = None):
         self.args, self.device, self.parts = args, device, {"run": self, "agent": agent}
-        self.global_step, self.updates, self.episodes, self.recent = 0, 0, 0, []
+        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
         self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
         self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
@@ -236,12 +236,10 @@ class Run:
             self.parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
             free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free / 1e6
-            size = (
-                buffer.saved_nbytes / 1e6 * (1 if place.exists() else 2)
-            )  # the old one stays until the new one is whole
-            print(f"replay buffer in the checkpoint: up to {buffer.saved_nbytes / 1e6:.1f} MB", flush=True)
-            if size > free:
-                fail("save_replay", True, f"needs {size:.1f} MB on the disk, where {free:.1f} MB are free")
+            size, copies = buffer.saved_nbytes / 1e6, 1 if place.exists() else 2  # the old one stays for a while
+            print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
+            if copies * size > free:
+                fail("save_replay", True, f"needs {copies * size:.1f} MB on the disk, where {free:.1f} MB are free")
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step = self.last_step = self.global_step
         self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
@@ -314,6 +312,7 @@ class Run:
         for file, end in zip(self.files.values(), ends):
             file.seek(end)
             file.truncate()
+        self.resumed_at.append(self.global_step)
         (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
         write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
         return folder
@@ -407,12 +406,12 @@ class Run:
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        about = self.about | {"peak_memory_bytes": peak, "status": status}
-        about |= {"episodes": self.episodes, "episode_return": self.means()["episode_return"]}
-        about |= {"warmup_seconds": round(self.warmup_seconds, 3), "wall_seconds": round(end - self.start, 3)}
-        about |= {"updates": self.updates, "fps": fps, "fps_window": [first_step, self.global_step]}
-        about |= {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
-        about |= {name: getattr(self.args, name) for name in ("env_id", "seed")} | {"global_step": self.global_step}
+        about = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        about |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        about |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
+        about |= {"episode_return": self.means()["episode_return"], "fps": fps}
+        about |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        about |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak, **self.about, "status": status}
         if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
