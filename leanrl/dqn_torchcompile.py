@@ -634,9 +634,8 @@ class ReplayRing:
         copy = (self.fields["next_slot"][number % self.slots] > self.slots).float()
         copy[-self.num_envs :] = 1
         rest = torch.stack([batch["reward"], batch["terminated"], copy, torch.ones_like(copy)], 1)
-        return {
-            "rows": torch.cat([batch["observation"], batch["next_observation"], batch["action"].flatten(1), rest], 1)
-        }
+        parts = [batch["observation"], batch["next_observation"], batch["action"].view(len(number), -1), rest]
+        return {"rows": torch.cat(parts, 1)}
 
     def load_state_dict(self, state: dict) -> None:
         """Fills a new ring, of the same capacity or a larger one."""

@@ -64,7 +64,10 @@ class Counting(Pool):
         super().__init__(seeds, 3)
         self.life, self.t, self.total, self.length = ([-1] * len(seeds), *([0] * len(seeds) for _ in range(3)))
         self.observed = [None] * len(seeds)
+
+    def reset(self):
         Counting.made.append(self)
+        return super().reset()
 
     def image(self, i):
         """Unlike for any two (key, life, step)."""

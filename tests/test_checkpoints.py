@@ -114,7 +114,7 @@ def test_a_stopped_run_goes_on(copied):
 
     # No step is missing or there twice, and nothing that was written before has changed
     metrics, episodes = untimed(folder)
-    assert [line["global_step"] for line in metrics] == [1, 100, 200, 300]
+    assert [line["global_step"] for line in metrics] == [100, 200, 300]
     assert metrics[: len(before[0])] == before[0] and episodes[: len(before[1])] == before[1]
     (env,) = resumed.made
     scripted = environments.scripted_episodes([env.seed], 190)  # it begins a new episode at step 110
@@ -174,7 +174,7 @@ def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
 def test_it_may_grow(copied):
     script, folder = copied
     resume(script, folder, total_timesteps=400)
-    assert [line["global_step"] for line in lines_of(folder, "metrics")] == [1, 100, 200, 300, 400]
+    assert [line["global_step"] for line in lines_of(folder, "metrics")] == [100, 200, 300, 400]
     assert json.loads((folder / "config.json").read_text())["total_timesteps"] == 400
     resume(script, folder, total_timesteps=450)
     summary = json.loads((folder / "summary.json").read_text())
@@ -192,11 +192,12 @@ def test_a_run_that_has_finished_is_not_resumed(small_run, tmp_path):
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_numbers_of_every_kind_must_be_finite(number):
     module = importlib.import_module("ppo_continuous_action")
-    variance, moments = module.RunningVariance(), module.RunningMoments(2)
-    assert module.state_of({"a": variance, "b": moments}).keys() == {"a", "b"}
+    variance, moments, network = module.RunningVariance(), module.RunningMoments(2), torch.nn.Linear(2, 2)
+    assert module.state_of({"a": variance, "b": moments, "c": network}).keys() == {"a", "b", "c"}
     variance.update(number)
     moments.update(np.array([[0.0, number]]))
-    for part in (variance, moments, {"a": {"b": torch.tensor([1.0, number])}}, torch.tensor(number), number):
+    torch.nn.init.constant_(network.bias, number)
+    for part in (variance, moments, network, {"a": {"b": torch.tensor([1.0, number])}}, torch.tensor(number), number):
         with pytest.raises(FloatingPointError):
             module.state_of(part)
 
@@ -262,20 +263,35 @@ def small_run(launch):
 
 
 def load(folder, **changes):
-    """`load_checkpoint` of dqn.py, its files closed again; returns (exit status, stderr)."""
+    """The beginning of a resume of dqn.py, up to where it would change the folder; returns (exit status, stderr)."""
     module, err = importlib.import_module("dqn"), io.StringIO()
     config = json.loads((folder / "config.json").read_text())
     known = {field.name: config[field.name] for field in dataclasses.fields(module.Args)}
-    before = contents(folder)
-    try:
-        with contextlib.redirect_stderr(err):
-            checkpoint = module.load_checkpoint(module.Args(**known | {"resume": str(folder)} | changes))
-        for file in checkpoint["files"].values():
-            file.close()
-        return 0, ""
-    except SystemExit as stop:
-        assert contents(folder) == before
-        return stop.code, err.getvalue()
+    args, before, runs = module.Args(**known | {"resume": str(folder)} | changes), contents(folder), []
+    env = gym.make("environments:CounterDiscrete-v0", disable_env_checker=True)
+    agent, buffer = module.DQNAgent(args, env, CPU), module.ReplayBuffer(args, env, CPU)
+
+    class Done(Exception):
+        pass
+
+    def stop(*arguments, **more):
+        raise Done
+
+    reopen = module.Run.reopen_folder
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
+        patch.setattr(module.Run, "reopen_folder", lambda run: runs.append(run) or reopen(run))
+        patch.setattr(module, "write_json", stop)
+        patch.setattr(Path, "unlink", stop)
+        try:
+            module.Run(args, CPU, agent, buffer)
+        except Done:
+            return 0, err.getvalue()
+        except SystemExit as end:
+            assert contents(folder) == before
+            return end.code, err.getvalue()
+        finally:
+            for file in getattr(runs[0], "files", {}).values():
+                file.close()
 
 
 def test_a_whole_checkpoint_is_taken(small_run):
@@ -326,6 +342,8 @@ def test_a_file_that_is_no_checkpoint_is_refused(small_run, tmp_path, content):
 @pytest.mark.parametrize("name", ["checkpoint.pt", "config.json", "metrics.jsonl", "episodes.jsonl"])
 def test_a_file_is_missing(small_run, tmp_path, name, start):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"env_id": "environments:CounterDiscrete-v0"}))
     (folder / name).unlink()
     process = start("dqn.py", "--resume", folder)
     _, err = process.communicate(timeout=100)
@@ -379,7 +397,7 @@ def test_from_the_shell(small_run, tmp_path, start):
     torch.save(checkpoint | {"env_id": "environments:CounterDiscrete-v0"}, folder / "checkpoint.pt")
     process = start("dqn.py", "--resume", folder, "--gamma", 0.99)
     _, err = process.communicate(timeout=100)
-    assert process.returncode == 2 and err == "error: --gamma 0.99: must be 0.9 as before\n"
+    assert process.returncode == 2 and err == f"error: --gamma 0.99: must be 0.9, as in {folder}\n"
     pair = [start("dqn.py", "--resume", folder, "--total-timesteps", 30_000, cwd=tmp_path) for _ in range(2)]
     ends = [(*process.communicate(timeout=300), process.returncode) for process in pair]
     assert sorted(status for *_, status in ends) == [0, 2], ends
@@ -424,7 +442,7 @@ def test_killed_at_any_moment_it_can_be_resumed(small_run, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"total_timesteps": steps[-1] + 300}))
     resume("dqn", folder)
     logged = [line["global_step"] for line in lines_of(folder, "metrics")]
-    assert logged == [1, *range(100, steps[-1] + 300, 100), *[steps[-1] + 300] * ((steps[-1] + 300) % 100 > 0)]
+    assert logged == [*range(100, steps[-1] + 300, 100), *[steps[-1] + 300] * ((steps[-1] + 300) % 100 > 0)]
 
 
 @pytest.mark.parametrize("limit", [1000, 30_000])
