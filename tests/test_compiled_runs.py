@@ -115,7 +115,8 @@ time_of_run = SimpleNamespace(now=time.perf_counter)
 @pytest.fixture
 def warm_up(tmp_path):
     """warm_up(first, second): what the steps' processes wrote, and the agent; each step also counts in its tensor."""
-    agent, parent = SimpleNamespace(losses={"loss": torch.zeros(())}, count=torch.zeros(3)), os.getpid()
+    agent = SimpleNamespace(saved=("losses", "count"), losses={"loss": torch.zeros(())}, count=torch.zeros(3))
+    parent = os.getpid()
 
     def warm_up(*works):
         def step(number):
@@ -153,6 +154,19 @@ def test_another_process_runs_all_steps_but_the_first(warm_up):
     assert agent.files.keys() == {"0 here", "1 beside", "1 here", "2 beside", "2 here"}
     assert agent.count.tolist() == [0, 0, 0] and agent.losses["loss"] == 0, "put back"
     assert_is_gone(agent.files["2 beside"])
+
+
+def test_the_other_process_is_started_before_this_one_has_threads(warm_up, monkeypatch):
+    """OpenMP's, which copying the state may start: in a forked process they would be missing, and it would hang."""
+    children, state_of = [], dqn_torchcompile.state_of
+
+    def noting_state_of(part):
+        children.append(len(multiprocessing.active_children()))
+        return state_of(part)
+
+    monkeypatch.setattr(dqn_torchcompile, "state_of", noting_state_of)
+    warm_up(lambda place: time.sleep(0.5), lambda place: time.sleep(0.5))
+    assert children and min(children) == 1
 
 
 def test_one_step_needs_no_other_process(warm_up):

@@ -1,6 +1,7 @@
 """DQN: its schedule, its loss and update, eager and compiled, and what it learns on probes."""
 
 import importlib
+import importlib
 import json
 
 import gymnasium as gym
@@ -36,6 +37,7 @@ def test_epsilon_at_its_start_middle_and_end():
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
 def test_epsilon_falls_in_a_run_and_decides_how_often_actions_are_random(monkeypatch, tmp_path, script, agent_class):
+    monkeypatch.setattr(importlib.import_module(script), "LOG_EVERY", 1)
     train(monkeypatch, tmp_path, script, agent_class, env_id="CartPole-v1", total_timesteps=2000, learning_starts=1900)
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     epsilons = {line["global_step"]: line["epsilon"] for line in map(json.loads, metrics.read_text().splitlines())}

@@ -444,7 +444,7 @@ BAD_FOLDERS = {
     "no_mapping": (lambda f: torch.save([1, 2], f / "checkpoint.pt"), "not that of a run"),
     "other_script": (lambda f: store(f, script="../tests/conftest"), "not that of a run"),
     "other_format": (lambda f: store(f, format=0), "format 0"),
-    "no_network": (lambda f: store(f, parts={"agent": {}}), "does not fit"),
+    "no_network": (lambda f: store(f, parts={"agent": {}, "run": {"recent": []}}), "does not fit"),
     "other_spaces": (lambda f: store(f, env_id="ToyContinuous-v0"), "does not fit"),
     "other_algorithm": (lambda f: store(f, script="td3_continuous_action"), "does not fit"),
     "unknown_environment": (lambda f: store(f, env_id="Nowhere-v0"), "no such environment"),

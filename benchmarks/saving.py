@@ -1,0 +1,70 @@
+"""Measures what checkpoints cost: environment steps per second without `--save-every` and with it.
+
+    python benchmarks/saving.py                       SAC with --compile, a checkpoint every 10,000 steps
+    python benchmarks/saving.py --save-every 100      a hundred times as many: a loss that stands out from the noise
+
+The two kinds of runs take turns; the loss is the median of those within the turns. Nothing else should run meanwhile.
+"""
+
+import json
+import shlex
+import signal
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from speed import PROBE, ask, fail, find_scripts, finished, lengths, new_result, now, result_path, run_script
+
+
+@dataclass
+class Args:
+    script: str = "sac_continuous_action"
+    """script to measure, with --compile"""
+    save_every: int = 10_000
+    """environment steps between two checkpoints"""
+    steps: int = 10_500
+    """environment steps of learning in each run"""
+    repeats: int = 3
+    """turns"""
+    flags: str = ""
+    """more flags for both kinds of runs, as one string: --flags="--save-replay" """
+    timeout: float = 900.0
+    """seconds after which a run is stopped and counts as failed"""
+    output: Path | None = None
+    """result file; by default benchmarks/results/saving_DEVICE_DATE.json"""
+
+
+def main(args: Args) -> None:
+    for name in ("save_every", "steps", "repeats", "timeout"):
+        if getattr(args, name) <= 0:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    (script,), probe = find_scripts([args.script]), ask(PROBE)
+    device = "cuda" if probe["gpu"] else "cpu"
+    output, result = args.output or result_path("saving", device, probe), new_result("saving", args, probe, device)
+    common = ["--compile", *lengths(script, 1_000, args.steps), *shlex.split(args.flags)]
+    losses = []
+    for repeat in range(1, args.repeats + 1):
+        for saves in (False, True):
+            flags = [*common, "--seed", str(repeat), *(["--save-every", str(args.save_every)] if saves else [])]
+            run = {"repeat": repeat, "saves": saves} | run_script(f"{script}_torchcompile", flags, args.timeout)
+            result["runs"].append(run)
+            print(f"{run['command']}: {run['summary']['fps'] if run['status'] == 'finished' else run['reason']}")
+        fps = [run["summary"]["fps"] for run in finished(result["runs"], repeat=repeat)]
+        losses += [1 - fps[1] / fps[0]] if len(fps) == 2 else []
+        result |= {"ended": now(), "losses": losses, "median_loss": statistics.median(losses) if losses else None}
+        for each in finished(result["runs"]):
+            result["versions"] |= each["summary"]["versions"]
+        output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    if not losses:
+        sys.exit(1)
+    print(f"loss: {result['median_loss']:.2%} (median of {len(losses)}); {output.name}")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
