@@ -1,7 +1,6 @@
 """DQN: its schedule, its loss and update, eager and compiled, and what it learns on probes."""
 
 import importlib
-import importlib
 import json
 
 import gymnasium as gym
