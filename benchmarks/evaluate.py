@@ -251,7 +251,7 @@ def read_checkpoint(folder: Path) -> dict:
             file.seek(0)
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script, checkpoint["agent"] = checkpoint["script"], checkpoint["parts"]["agent"]
-        checkpoint["recent"], missing = checkpoint["parts"]["run"]["recent"], {"format", "env_id"} - set(checkpoint)
+        missing = {"format", "env_id", "global_step", "run"} - set(checkpoint) - set(checkpoint["parts"])
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({first_line(error)})")
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
@@ -281,7 +281,7 @@ def load_agent(folder: Path, args: Args) -> Agent:
         if kinds[0] != kinds[1]:
             spaces = [f"{shape} {dtype} observations and {actions}" for shape, dtype, actions in kinds]
             fail(f"--env-id {args.env_id}: has {spaces[1]}, where {folder} was trained on {spaces[0]}")
-    returns = [episode_return for episode_return, _ in checkpoint["recent"]]
+    returns = [episode_return for episode_return, _ in checkpoint["parts"]["run"]["recent"]]
     training_return = statistics.fmean(returns) if returns else None
     return Agent(folder, trained_on, env_id, checkpoint["global_step"], training_return, env, policy)
 

@@ -150,6 +150,18 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+def open_files(folder: Path, mode: str) -> dict[str, TextIO]:
+    """The files of metrics and episodes; raises BlockingIOError if another run has them open."""
+    files = {name: open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")}
+    try:
+        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError("in use by another run") from None
+    except OSError:
+        pass  # some network disks know no locks
+    return files
+
+
 def end_of_step(file: TextIO, step: int) -> int:
     """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
     return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
@@ -223,11 +235,11 @@ class Run:
         if getattr(args, "save_replay", False):
             self.parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
-            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free / 1e6
-            size, copies = buffer.saved_nbytes / 1e6, 1 if place.exists() else 2  # the old one stays for a while
-            print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
-            if copies * size > free:
-                fail("save_replay", True, f"needs {copies * size:.1f} MB on the disk, where {free:.1f} MB are free")
+            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
+            free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
+            print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
+            if size > free:  # the old one lies there until the new one is whole
+                fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step = self.last_step = self.global_step
         self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
@@ -263,9 +275,7 @@ class Run:
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
         write_json(folder / "config.json", vars(args) | self.about)
-        self.files = {name: open(folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
-        with contextlib.suppress(OSError):  # some network disks know no locks
-            fcntl.flock(self.files["metrics"], fcntl.LOCK_EX)
+        self.files = open_files(folder, "w")
         return folder
 
     def reopen_folder(self) -> Path:
@@ -274,12 +284,11 @@ class Run:
         Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
         """
         args, folder = self.args, Path(self.args.resume)
-        expected = vars(args) | {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem}
+        expected = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem} | vars(args)
         setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
         try:
             stored = json.loads((folder / "config.json").read_text())
-            self.files = {name: open(folder / f"{name}.jsonl", "r+", buffering=1) for name in ("metrics", "episodes")}
-            fcntl.flock(self.files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.files = open_files(folder, "r+")
             checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
             if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
                 raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
@@ -293,16 +302,16 @@ class Run:
                 set_state(state)
             ends = [end_of_step(file, self.global_step) for file in self.files.values()]
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-            reason = "in use by another run" if isinstance(error, BlockingIOError) else str(error).partition("\n")[0]
-            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason or error!r})")
+            reason = str(error).partition("\n")[0] or repr(error)
+            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
         if self.global_step >= args.total_timesteps:
             fail("total_timesteps", args.total_timesteps, f"must be above the {self.global_step} made before")
+        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
         for file, end in zip(self.files.values(), ends):
             file.seek(end)
             file.truncate()
         self.resumed_at.append(self.global_step)
         (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
-        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
         return folder
 
     def __enter__(self):
@@ -372,6 +381,8 @@ class Run:
             checkpoint |= {"global_step": self.global_step, "random": generators, "parts": state_of(self.parts)}
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, FloatingPointError) as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # torch.save makes a RuntimeError of it
+                raise error.__context__ from None
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
@@ -394,20 +405,22 @@ class Run:
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        about = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
-        about |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
-        about |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        about |= {"episode_return": self.means()["episode_return"], "fps": fps}
-        about |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        about |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak, **self.about, "status": status}
+        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
+        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
+        summary |= {"peak_memory_bytes": peak, "status": status}
         if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
-        write_json(self.folder / "summary.json", about)
-        for file in self.files.values():
-            file.close()
-        print(f"return {about['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{fps} steps/s on {about['device_name']}, warm-up {about['warmup_seconds']} s")
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(self.folder / "summary.json", summary)
+            for file in self.files.values():
+                file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)

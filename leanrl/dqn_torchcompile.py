@@ -162,6 +162,18 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+def open_files(folder: Path, mode: str) -> dict[str, TextIO]:
+    """The files of metrics and episodes; raises BlockingIOError if another run has them open."""
+    files = {name: open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")}
+    try:
+        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError("in use by another run") from None
+    except OSError:
+        pass  # some network disks know no locks
+    return files
+
+
 def end_of_step(file: TextIO, step: int) -> int:
     """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
     return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
@@ -235,11 +247,11 @@ class Run:
         if getattr(args, "save_replay", False):
             self.parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
-            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free / 1e6
-            size, copies = buffer.saved_nbytes / 1e6, 1 if place.exists() else 2  # the old one stays for a while
-            print(f"replay buffer in the checkpoint: up to {size:.1f} MB", flush=True)
-            if copies * size > free:
-                fail("save_replay", True, f"needs {copies * size:.1f} MB on the disk, where {free:.1f} MB are free")
+            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
+            free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
+            print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
+            if size > free:  # the old one lies there until the new one is whole
+                fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step = self.last_step = self.global_step
         self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
@@ -275,9 +287,7 @@ class Run:
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
         write_json(folder / "config.json", vars(args) | self.about)
-        self.files = {name: open(folder / f"{name}.jsonl", "w", buffering=1) for name in ("metrics", "episodes")}
-        with contextlib.suppress(OSError):  # some network disks know no locks
-            fcntl.flock(self.files["metrics"], fcntl.LOCK_EX)
+        self.files = open_files(folder, "w")
         return folder
 
     def reopen_folder(self) -> Path:
@@ -286,12 +296,11 @@ class Run:
         Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
         """
         args, folder = self.args, Path(self.args.resume)
-        expected = vars(args) | {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem}
+        expected = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem} | vars(args)
         setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
         try:
             stored = json.loads((folder / "config.json").read_text())
-            self.files = {name: open(folder / f"{name}.jsonl", "r+", buffering=1) for name in ("metrics", "episodes")}
-            fcntl.flock(self.files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.files = open_files(folder, "r+")
             checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
             if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
                 raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
@@ -305,16 +314,16 @@ class Run:
                 set_state(state)
             ends = [end_of_step(file, self.global_step) for file in self.files.values()]
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-            reason = "in use by another run" if isinstance(error, BlockingIOError) else str(error).partition("\n")[0]
-            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason or error!r})")
+            reason = str(error).partition("\n")[0] or repr(error)
+            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
         if self.global_step >= args.total_timesteps:
             fail("total_timesteps", args.total_timesteps, f"must be above the {self.global_step} made before")
+        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
         for file, end in zip(self.files.values(), ends):
             file.seek(end)
             file.truncate()
         self.resumed_at.append(self.global_step)
         (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
-        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
         return folder
 
     def __enter__(self):
@@ -384,6 +393,8 @@ class Run:
             checkpoint |= {"global_step": self.global_step, "random": generators, "parts": state_of(self.parts)}
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, FloatingPointError) as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # torch.save makes a RuntimeError of it
+                raise error.__context__ from None
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
@@ -406,20 +417,22 @@ class Run:
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        about = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
-        about |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
-        about |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        about |= {"episode_return": self.means()["episode_return"], "fps": fps}
-        about |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        about |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak, **self.about, "status": status}
+        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
+        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
+        summary |= {"peak_memory_bytes": peak, "status": status}
         if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
-        write_json(self.folder / "summary.json", about)
-        for file in self.files.values():
-            file.close()
-        print(f"return {about['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{fps} steps/s on {about['device_name']}, warm-up {about['warmup_seconds']} s")
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(self.folder / "summary.json", summary)
+            for file in self.files.values():
+                file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -550,14 +563,14 @@ class ReplayRing:
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
         """Stages a transition."""
-        copy = self.claim_copy(self.added) if truncated and not terminated else 0
+        copied = self.claim_copy(self.added) if truncated and not terminated else 0
         observations, next_observations, actions, rest = self.columns
         if self.filled == 0:
             if self.sent is not None:
                 self.sent.synchronize()  # only then may what was sent be overwritten
             rest[:, -1] = 0
         observations[self.filled], next_observations[self.filled] = observation, next_observation
-        actions[self.filled], rest[self.filled] = action, (reward, terminated, copy, 1)
+        actions[self.filled], rest[self.filled] = action, (reward, terminated, copied, 1)
         self.filled += 1
         self.added += 1
 
@@ -567,7 +580,7 @@ class ReplayRing:
             # The copies to be reused next belong to transitions that are sampled no more, nor any older one
             self.oldest.fill_(self.owners[0] + 1)
             if self.owners[0] >= self.added - self.capacity:
-                warnings.warn("more truncations than the environment's limit allows shorten the replay", stacklevel=3)
+                warnings.warn("more truncations than there are copies for shorten the replay", stacklevel=3)
         self.owners.append(owner)
         self.truncations += 1
         return 1 + (self.truncations - 1) % self.copies
@@ -587,9 +600,9 @@ class ReplayRing:
     def put(self, rows: torch.Tensor) -> None:
         """Puts rows as they are staged, [N, sum(widths)], behind those in the ring."""
         observation, next_observation, action, rest = rows.split(self.widths, 1)
-        reward, terminated, copy, in_use = rest.unbind(1)
+        reward, terminated, copied, in_use = rest.unbind(1)
         slot = (self.written + torch.arange(len(rows), device=self.device)) % self.slots
-        next_slot = torch.where(copy > 0, self.slots + copy.long(), (slot + self.num_envs) % self.slots)
+        next_slot = torch.where(copied > 0, self.slots + copied.long(), (slot + self.num_envs) % self.slots)
         slot, next_slot = (each.masked_fill(in_use == 0, self.slots) for each in (slot, next_slot))
         self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
         values = (observation, action.view(-1, *self.action_shape), reward, terminated, next_slot)
@@ -621,21 +634,20 @@ class ReplayRing:
         return {name: value.float() for name, value in batch.items()}
 
     def state_dict(self) -> dict:
-        """Its transitions for a checkpoint, as rows like those that are staged, but numbers of copies: 1 for truncated.
+        """Its transitions for a checkpoint, as rows like those that are staged, with 1 for the number of a copy.
 
         All environments begin new episodes after it: for the newest transitions, that is as if they had been truncated.
         """
         if self.filled:
             self.upload()
         self.write()
-        first = max(self.oldest.item(), self.added - self.capacity)
-        number = torch.arange(-(-first // self.num_envs) * self.num_envs, self.added, device=self.device)
+        number = torch.arange(max(self.oldest.item(), self.added - self.capacity), self.added, device=self.device)
         batch = self.gather(number)
-        copy = (self.fields["next_slot"][number % self.slots] > self.slots).float()
-        copy[-self.num_envs :] = 1
-        rest = torch.stack([batch["reward"], batch["terminated"], copy, torch.ones_like(copy)], 1)
+        copied = (self.fields["next_slot"][number % self.slots] > self.slots).float()
+        copied[-self.num_envs :] = 1
+        rest = torch.stack([batch["reward"], batch["terminated"], copied, torch.ones_like(copied)], 1)
         parts = [batch["observation"], batch["next_observation"], batch["action"].view(len(number), -1), rest]
-        return {"rows": torch.cat(parts, 1)}
+        return {"rows": torch.cat([part.cpu() for part in parts], 1)}
 
     def load_state_dict(self, state: dict) -> None:
         """Fills a new ring, of the same capacity or a larger one."""
@@ -754,9 +766,9 @@ class CompiledDQNAgent:
         self.target_network = self.q_network.clone()
         self.optimizer = Adam(self.q_network, args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
-        # How many transitions there will be at the time of the next update (one more now: a warm-up needs something to
-        # draw from), and what the host has to know: parameters to act with, and how old the youngest one drawn will be
-        self.newest = torch.full((1,), buffer.added + 1, dtype=torch.long, device=device)
+        # How many transitions there will be at the time of the next update (until then as many as a warm-up can draw
+        # from), and what the host has to know: parameters to act with, and how old the youngest one drawn will be
+        self.newest = torch.full((1,), buffer.slots, dtype=torch.long, device=device)
         self.host_outbox, self.outbox = mirrored(len(self.q_network) + 1, device=device)
         self.outbox[:-1] = self.q_network
         layers = [layer.numpy().T for layer in self.q_module.split(self.host_outbox[:-1]).values()]
@@ -850,7 +862,7 @@ def main(args: Args) -> None:
             warm_up([*updates.values()], agent, run)
 
         def update_all(step: int, count: int) -> None:
-            agent.newest.fill_(next_due(step, args.num_envs, args.train_frequency) - gone)
+            agent.newest.fill_(buffer.added + next_due(step, args.num_envs, args.train_frequency) - run.global_step)
             for n in range(count):
                 updates[n == count - 1]()
 
@@ -858,8 +870,8 @@ def main(args: Args) -> None:
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         duration = args.exploration_fraction * args.total_timesteps
         last_step = next_due(args.total_timesteps - 1, args.num_envs, 1)
-        gone = run.global_step - buffer.added  # steps before this run was resumed that are not in the replay
-        block_end, is_drawn, is_stored, losses = 0, False, True, {}
+        losses = {name: loss.clone() for name, loss in agent.losses.items()} if run.updates else {}
+        block_end, is_drawn, is_stored = 0, False, True
         while run.global_step < args.total_timesteps:
             # A block of steps leads up to an update
             if run.global_step >= block_end:
@@ -867,7 +879,7 @@ def main(args: Args) -> None:
                 is_learning = run.learning_starts < block_end <= last_step
                 due = times_due(block_end, args.num_envs, args.train_frequency) if is_learning else 0
                 if due and not is_drawn:
-                    agent.newest.fill_(block_end - gone)
+                    agent.newest.fill_(buffer.added + block_end - run.global_step)
                     agent.draw()
                     is_drawn = True
                 # Learn while the environments step, unless the target is to move in between

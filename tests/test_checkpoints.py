@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib
 import io
@@ -24,6 +25,7 @@ import environments
 from test_run_files import ON_POLICY, SCRIPTS, algorithm_of, small
 
 CPU = torch.device("cpu")
+LINE = ("global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate")
 NO_REPLAY = [script for script in SCRIPTS if algorithm_of(script) not in ON_POLICY]
 
 
@@ -211,6 +213,8 @@ def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, mon
     resumed = resume(script, run.folder)
     frequency = 10 if script.startswith("dqn") else 1
     assert resumed.run.updates - before == (300 - 110 - 40) // frequency
+    losses = [set(line) - set(LINE) for line in lines_of(run.folder, "metrics")]
+    assert losses[0] and losses.count(losses[0]) == len(losses), "logged until new ones come"
     assert sampled == [] and len(resumed.made[0].actions) == 190
     launch(script, *small(script, 40))
     assert len(sampled) == (0 if script.startswith("dqn") else 40), "else this test sees nothing"
@@ -254,6 +258,47 @@ def test_a_compiled_run_goes_on_with_what_was_loaded(launch, monkeypatch):
     assert not torch.equal(now["q_network"], checkpoint["q_network"])
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["warmup_seconds"] > run.summary["warmup_seconds"] > 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupt_while_saving_is_not_lost(launch, monkeypatch, error):
+    """torch.save turns one that comes while it writes into a RuntimeError of its own."""
+
+    def save(checkpoint, file):
+        try:
+            raise KeyboardInterrupt(signal.SIGINT)
+        except KeyboardInterrupt as interrupt:
+            raise (RuntimeError("unexpected pos 64 vs 0") if error is RuntimeError else interrupt) from None
+
+    monkeypatch.setattr(torch, "save", save)
+    run = launch("dqn", *small("dqn"), "--save-every", 70, raises=SystemExit)
+    assert run.error.code == 130 and run.summary["status"] == "interrupted" and run.summary["global_step"] == 70
+    assert not (run.folder / "checkpoint.pt").exists() and "no checkpoint" not in run.err
+
+
+def test_a_disk_without_locks(launch, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = launch("dqn", *small("dqn"), raises=SystemExit, stop_after=200)
+    resume("dqn", run.folder)
+    assert json.loads((run.folder / "summary.json").read_text())["global_step"] == 300
+
+
+def test_the_last_lines_come_on_a_full_disk_too(launch, monkeypatch):
+    module = importlib.import_module("dqn")
+    replace_file = module.replace_file
+
+    def full(path, write):
+        if path.name != "config.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(path, write)
+
+    monkeypatch.setattr(module, "replace_file", full)
+    monkeypatch.setattr("conftest.read_run", lambda folder: SimpleNamespace())
+    run = launch("dqn", *small("dqn"))
+    assert run.out.splitlines()[-1].startswith("finished at step 300: ") and "no checkpoint at step 300" in run.err
 
 
 # ---- What is refused ----
@@ -327,7 +372,9 @@ def test_a_foreign_checkpoint_is_refused(small_run, tmp_path, change):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
     torch.save(checkpoint | change, folder / "checkpoint.pt")
-    status, err = load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"gamma": 0.5}))  # comes second, if it is another script's
+    status, err = load(folder, gamma=0.99)
     assert status == 2 and err.count("\n") == 1 and str(next(iter(change.values()))) in err
 
 

@@ -244,3 +244,15 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, num_envs, probe):
     }[probe]
     for observation, values in expected.items():
         assert q(observation) == pytest.approx(np.array(values), abs=0.1)
+
+
+def test_a_warm_up_after_a_resume_has_something_to_draw_from():
+    """Even if none of the transitions that came back can be drawn any more."""
+    args = dqn_torchcompile.Args(buffer_size=64, batch_size=8, cuda=False)
+    env, cpu = gym.make("CartPole-v1"), torch.device("cpu")
+    ring = dqn_torchcompile.ReplayRing(args, env, cpu)
+    with torch.no_grad():
+        agent = dqn_torchcompile.CompiledDQNAgent(args, env, cpu, ring)
+    ring.oldest.fill_(ring.capacity)
+    agent.draw()
+    assert ring.drawn.min() == ring.capacity
