@@ -354,7 +354,8 @@ def evaluate(agent: Agent, policy: Callable, args: Args) -> list[dict]:
 
 
 # ---- Results ----
-HEADER = ["run", "environment", "step", "episodes", "mean", "middle half", "95 % interval of the mean", "in training"]
+HEADER = ["run", "environment", "step", "episodes"]
+HEADER += ["mean", "interquartile mean", "95 % interval of the mean", "in training"]
 
 
 def interquartile_mean(values: Sequence[float]) -> float:

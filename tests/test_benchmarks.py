@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 import learning  # noqa: E402
+import saving  # noqa: E402
 import speed  # noqa: E402
 import tables  # noqa: E402
 
@@ -443,3 +444,26 @@ def test_a_job_that_is_stopped_and_resumed(results, tmp_path, monkeypatch):
     assert 3000 <= step < 20_000 and result["summary"]["global_step"] == 20_000
     assert result["episodes"]["global_step"] == sorted(result["episodes"]["global_step"])
     assert "eager, stopped and resumed |" in tables.learning_table(results)
+
+
+def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
+    """The stand-in is as fast in both kinds of runs; here one is made half as fast."""
+    run_script = saving.run_script
+
+    def slower(name, flags, timeout):
+        record = run_script(name, flags, timeout)
+        record["summary"]["fps"] *= 0.5 if "--save-every" in flags else 1
+        return record
+
+    monkeypatch.setattr(saving, "run_script", slower)
+    saving.main(saving.Args(script="dqn", save_every=70, repeats=2, output=tmp_path / "saving.json"))
+    result = json.loads((tmp_path / "saving.json").read_text())
+    assert result["losses"] == [0.5, 0.5] and result["median_loss"] == 0.5 and result["ended"]
+    assert [("--save-every 70" in run["command"], run["repeat"]) for run in result["runs"]] == [
+        (False, 1), (True, 1), (False, 2), (True, 2)
+    ]  # fmt: skip
+    assert all("--compile" in run["command"] for run in result["runs"])
+    assert "loss: 50.00% (median of 2)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        saving.main(saving.Args(save_every=0))
+    assert "--save-every 0: must be above 0" in capsys.readouterr().err
