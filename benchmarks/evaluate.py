@@ -217,6 +217,11 @@ def make_env(module: ModuleType, env_id: str, with_pictures: bool) -> tuple[str,
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
+            if hasattr(env.unwrapped, "mujoco_renderer"):  # Gymnasium 1.4's default camera stays where it is
+                import mujoco
+
+                camera = mujoco.mj_name2id(env.unwrapped.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+                env.unwrapped.mujoco_renderer.camera_id = camera  # -1, the default one, if there is none that follows
             env.reset(seed=0)
             np.asarray(env.render(), np.uint8).reshape(-1, 3)
         except Exception as error:  # what a missing display raises is each renderer's own

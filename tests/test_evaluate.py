@@ -351,6 +351,19 @@ def test_video_has_every_step_with_the_return(folder_of, undisplayed):
     assert not list(folder.glob("*.new*"))
 
 
+def test_the_camera_follows_where_a_model_has_one_that_does(undisplayed, monkeypatch):
+    from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+    module = importlib.import_module("sac_continuous_action")
+    monkeypatch.setattr(MujocoRenderer, "render", lambda renderer, mode: np.zeros((4, 4, 3), np.uint8))
+    cameras = {}
+    for env_id in ("HalfCheetah-v4", "InvertedPendulum-v4"):
+        _, env = evaluate.make_env(module, env_id, True)
+        camera = env.unwrapped.mujoco_renderer.camera_id
+        cameras[env_id] = env.unwrapped.model.camera(camera).name if camera != -1 else None
+    assert cameras == {"HalfCheetah-v4": "track", "InvertedPendulum-v4": None}
+
+
 def test_a_video_that_breaks_off_leaves_the_one_before(folder_of, undisplayed, monkeypatch, capsys):
     pytest.importorskip("imageio_ffmpeg")
     folder = folder_of(SAC)
