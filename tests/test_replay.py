@@ -162,7 +162,7 @@ def test_ring_goes_on_from_a_checkpoint_with_every_transition_as_it_happened(num
     arguments.total_timesteps += 1000
     ring = ReplayRing(arguments, env, CPU)
     ring.load_state_dict(state)
-    kept = min(len(happened), 10**6 if grows else capacity) // num_envs * num_envs
+    kept = min(len(happened), 10**6 if grows else capacity)
     happened = happened[-kept:]
     stream.episode, stream.t = [episode + 1 for episode in stream.episode], [0] * num_envs
     for _ in range(30):
