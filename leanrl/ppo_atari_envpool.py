@@ -645,7 +645,8 @@ def main(args: Args) -> None:
     print(f"rollout: {agent.observations.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent) as run:
-        seeds = np.random.SeedSequence([args.seed, run.global_step]).generate_state(args.num_envs) // 2  # below 2**31
+        sequence = np.random.SeedSequence([args.seed, run.global_step])
+        seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
         games = Emulators(args.env_id, seeds, first=0)
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:

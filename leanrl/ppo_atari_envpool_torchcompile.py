@@ -823,7 +823,8 @@ def main(args: Args) -> None:
         if args.compile or args.cudagraphs:
             warm_up([update, choose, prepare], agent, run)
 
-        seeds = np.random.SeedSequence([args.seed, run.global_step]).generate_state(args.num_envs) // 2  # below 2**31
+        sequence = np.random.SeedSequence([args.seed, run.global_step])
+        seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
         groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:
