@@ -286,7 +286,6 @@ class Run:
         Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
         """
         args, folder = self.args, Path(self.args.resume)
-        expected = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem} | vars(args)
         setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
         try:
             stored = json.loads((folder / "config.json").read_text())
@@ -294,8 +293,10 @@ class Run:
             checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
             if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
                 raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
-            stored |= {name: checkpoint[name] for name in ("format", "script", "env_id")}
-            for name, value in expected.items():
+            if (found := (checkpoint["format"], checkpoint["script"])) != (CHECKPOINT_FORMAT, Path(__file__).stem):
+                raise ValueError(f"it is of format {found[0]} and of the script {found[1]}")
+            stored["env_id"] = checkpoint["env_id"]
+            for name, value in vars(args).items():
                 may_grow = name == "total_timesteps" and value >= stored[name]
                 if name != "resume" and not may_grow and value != stored.get(name):
                     fail(name, value, f"must be {stored.get(name)}, as in {folder}")

@@ -376,6 +376,7 @@ def test_a_foreign_checkpoint_is_refused(small_run, tmp_path, change):
     (folder / "config.json").write_text(json.dumps(config | {"gamma": 0.5}))  # comes second, if it is another script's
     status, err = load(folder, gamma=0.99)
     assert status == 2 and err.count("\n") == 1 and str(next(iter(change.values()))) in err
+    assert err.startswith("error: --env-id" if "env_id" in change else "error: --resume"), "there is no such flag"
 
 
 @pytest.mark.parametrize("content", [{"weight": torch.ones(3)}, torch.ones(3), [1, 2]], ids=lambda c: type(c).__name__)
