@@ -69,7 +69,7 @@ def first_line(error: Exception) -> str:
 class GreedyPolicy(nn.Module):
     """DQN's action of the highest value, PPO's most probable one; int64 [B]."""
 
-    def __init__(self, network: nn.Module, space: gym.spaces.Discrete, agent: Mapping):
+    def __init__(self, network: nn.Module, space: gym.spaces.Discrete, parts: Mapping):
         super().__init__()
         self.network = network
 
@@ -81,7 +81,7 @@ class GreedyPolicy(nn.Module):
 class ScaledPolicy(nn.Module):
     """The actor's action in (-1, 1), TD3's as it is and SAC's as tanh of the mean, in the space's bounds; [B, A]."""
 
-    def __init__(self, network: nn.Module, space: gym.spaces.Box, agent: Mapping):
+    def __init__(self, network: nn.Module, space: gym.spaces.Box, parts: Mapping):
         super().__init__()
         low, high = torch.as_tensor(space.low, dtype=torch.float32), torch.as_tensor(space.high, dtype=torch.float32)
         self.network = network
@@ -97,12 +97,13 @@ class ScaledPolicy(nn.Module):
 class NormalizedPolicy(nn.Module):
     """Continuous PPO's mean action, clipped to the bounds; observations are normalised as training left off; [B, A]."""
 
-    def __init__(self, network: nn.Module, space: gym.spaces.Box, agent: Mapping):
+    def __init__(self, network: nn.Module, space: gym.spaces.Box, parts: Mapping):
         super().__init__()
-        moments = agent["observation_moments"]
+        moments = parts["observation_moments"]
+        mean, squares = (torch.tensor(moments[key], dtype=torch.float64) for key in ("mean", "squares"))
         self.network = network
-        self.register_buffer("mean", moments["mean"])
-        self.register_buffer("deviation", (moments["squares"] / moments["count"] + 1e-8).sqrt())
+        self.register_buffer("mean", mean)
+        self.register_buffer("deviation", (squares / moments["count"] + 1e-8).sqrt())
         self.register_buffer("low", torch.as_tensor(space.low))
         self.register_buffer("high", torch.as_tensor(space.high))
 
@@ -122,17 +123,20 @@ POLICIES = {  # algorithm: its network, the agent's name for it, and the policy 
 }
 
 
-def make_policy(module: ModuleType, env: gym.Env, agent: Mapping) -> nn.Module:
-    """The policy of an agent's state, with the network of the script's `module`; raises what a wrong state leads to."""
+def make_policy(module: ModuleType, env: gym.Env, parts: Mapping) -> nn.Module:
+    """The policy of a checkpoint's parts, with the network of the script's `module`; raises what wrong ones lead to."""
     class_name, name, policy = POLICIES[module.__name__.removesuffix("_torchcompile")]
-    space, state = env.action_space, agent[name]
+    space, agent = env.action_space, parts["agent"]
     outputs = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
     inputs = env.observation_space.shape if len(env.observation_space.shape) == 1 else ()  # of images there is one kind
     network = getattr(module, class_name)(*inputs, outputs)
-    if isinstance(state, torch.Tensor):  # the compiled scripts keep a network as one vector
-        state = module.FlatModule(network).split(state)
+    if name in agent:  # the compiled scripts keep a network as one vector
+        own = module.FlatModule(network).split(agent[name])
+        state = dict(zip(dict(network.named_parameters()), own, strict=True))
+    else:
+        state = {key.removeprefix(f"{name}."): value for key, value in agent.items() if key.startswith(f"{name}.")}
     network.load_state_dict(state)
-    return policy(network, space, agent).requires_grad_(False)
+    return policy(network, space, parts).requires_grad_(False)
 
 
 # ---- Environments ----
@@ -255,8 +259,8 @@ def read_checkpoint(folder: Path) -> dict:
             damaged = zipfile.ZipFile(file).testzip()
             file.seek(0)
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        script, checkpoint["agent"] = checkpoint["script"], checkpoint["parts"]["agent"]
-        missing = {"format", "env_id", "global_step", "run"} - set(checkpoint) - set(checkpoint["parts"])
+        script = checkpoint["script"]
+        missing = {"format", "env_id", "global_step", "run", "agent"} - set(checkpoint) - set(checkpoint["parts"])
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({first_line(error)})")
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
@@ -277,7 +281,7 @@ def load_agent(folder: Path, args: Args) -> Agent:
     trained_on = checkpoint["env_id"]
     env_id, env = make_env(module, trained_on, args.video and args.env_id is None)
     try:
-        policy = make_policy(module, env, checkpoint["agent"])
+        policy = make_policy(module, env, checkpoint["parts"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint.pt does not fit {checkpoint['script']}.py on {trained_on} ({error!r:.100})")
     if args.env_id is not None:

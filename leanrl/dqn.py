@@ -104,7 +104,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -167,31 +167,6 @@ def end_of_step(file: TextIO, step: int) -> int:
     return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
 
 
-def state_of(part: object) -> object:
-    """What a checkpoint holds of an object: its state_dict(), or what its `saved` names. Raises FloatingPointError."""
-    part = part.state_dict() if hasattr(part, "state_dict") else part
-    part = {name: getattr(part, name) for name in part.saved} if hasattr(part, "saved") else part
-    part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
-    if isinstance(part, float | torch.Tensor) and not torch.as_tensor(part).isfinite().all():
-        raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
-    return {name: state_of(value) for name, value in part.items()} if isinstance(part, dict) else part
-
-
-@torch.no_grad()
-def restore(part: object, state: Mapping) -> None:
-    """Puts what `state_of` gave back into an object, in place; raises whatever a state that does not fit leads to."""
-    for name, new in state.items():
-        old = part[name] if isinstance(part, dict) else getattr(part, name)
-        if hasattr(old, "load_state_dict"):
-            old.load_state_dict(new)
-        elif isinstance(new, torch.Tensor):
-            torch.as_tensor(old).copy_(new.view(old.shape))
-        elif isinstance(new, dict):
-            restore(old, new)
-        else:
-            setattr(part, name, new)
-
-
 def replace_file(path: Path, write: Callable) -> None:
     """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -219,11 +194,11 @@ class Run:
 
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
 
-    def __init__(self, args: Args, device: torch.device, agent: object, buffer: object = None):
-        self.args, self.device, self.parts = args, device, {"run": self, "agent": agent}
+    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
+        self.args, self.device = args, device
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
         self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
-        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        self.returns, self.lengths, self.is_cut = [0.0] * args.num_envs, [0] * args.num_envs, False
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         versions = {"python": platform.python_version()}
@@ -232,16 +207,20 @@ class Run:
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        # Modules do not count their optimisers and running statistics as a part of their state
+        parts = {"run": self, "agent": agent, **vars(agent), "buffer": None}
         if getattr(args, "save_replay", False):
-            self.parts["buffer"] = buffer
+            parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
             free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
             free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
             print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
             if size > free:  # the old one lies there until the new one is whole
                 fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step = self.last_step = self.global_step
+        self.updates_before = self.updates
         self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
         # What the agent learns from has to be collected first, anew where a resumed run has no replay
         rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
@@ -298,7 +277,8 @@ class Run:
                 may_grow = name == "total_timesteps" and value >= stored[name]
                 if name != "resume" and not may_grow and value != stored.get(name):
                     fail(name, value, f"must be {stored.get(name)}, as in {folder}")
-            restore(self.parts, checkpoint["parts"])
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint["parts"][name])
             for set_state, state in zip(setters, checkpoint["random"]):
                 set_state(state)
             ends = [end_of_step(file, self.global_step) for file in self.files.values()]
@@ -321,12 +301,17 @@ class Run:
         self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
 
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        vars(self).update({name: state[name] for name in self.saved})
+
     def interrupt(self, number: int, _frame) -> None:
         """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
-        if self.stop is None and self.global_step > self.first_step:
-            self.stop, self.stop_time = number, time.perf_counter()
-        elif self.stop is None or time.perf_counter() - self.stop_time > 1:
-            self.stop = None
+        self.stop = self.stop or (number, time.perf_counter())
+        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True
             raise KeyboardInterrupt(number)
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -353,7 +338,7 @@ class Run:
         if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
             self.save()
         if self.stop is not None:
-            raise KeyboardInterrupt(self.stop)
+            raise KeyboardInterrupt(self.stop[0])
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
@@ -378,12 +363,13 @@ class Run:
         generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "random": generators}
+        checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            checkpoint |= {"global_step": self.global_step, "random": generators, "parts": state_of(self.parts)}
+            if not all(tensor.isfinite().all() for tensor in self.parts["agent"].state_dict().values()):
+                raise ArithmeticError("a parameter is not finite")
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        except (OSError, RuntimeError, FloatingPointError) as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # torch.save makes a RuntimeError of it
-                raise error.__context__ from None
+        except (OSError, RuntimeError, ArithmeticError) as error:
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
@@ -413,7 +399,7 @@ class Run:
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
         summary |= {"peak_memory_bytes": peak, "status": status}
-        if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
+        if self.global_step > self.first_step and not self.is_cut:
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
@@ -530,12 +516,11 @@ class ReplayBuffer:
 
 
 # ---- Agent ----
-class DQNAgent:
+class DQNAgent(nn.Module):
     """The network, its target, its optimiser, and the update on them."""
 
-    saved = ("q_network", "target_network", "optimizer", "losses")
-
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        super().__init__()
         self.args, self.device = args, device
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
         self.q_network = DiscreteQNetwork(observation_dim, actions).to(device)
@@ -620,7 +605,8 @@ def main(args: Args) -> None:
                     run.updates += 1
                 for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):
                     agent.update_target()
-            run.end_step((agent.losses if run.updates else {}) | {"epsilon": epsilon}, args.learning_rate)
+            losses = agent.losses if run.updates > run.updates_before else {}
+            run.end_step(losses | {"epsilon": epsilon}, args.learning_rate)
 
 
 if __name__ == "__main__":

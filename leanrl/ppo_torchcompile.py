@@ -117,7 +117,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -180,31 +180,6 @@ def end_of_step(file: TextIO, step: int) -> int:
     return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
 
 
-def state_of(part: object) -> object:
-    """What a checkpoint holds of an object: its state_dict(), or what its `saved` names. Raises FloatingPointError."""
-    part = part.state_dict() if hasattr(part, "state_dict") else part
-    part = {name: getattr(part, name) for name in part.saved} if hasattr(part, "saved") else part
-    part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
-    if isinstance(part, float | torch.Tensor) and not torch.as_tensor(part).isfinite().all():
-        raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
-    return {name: state_of(value) for name, value in part.items()} if isinstance(part, dict) else part
-
-
-@torch.no_grad()
-def restore(part: object, state: Mapping) -> None:
-    """Puts what `state_of` gave back into an object, in place; raises whatever a state that does not fit leads to."""
-    for name, new in state.items():
-        old = part[name] if isinstance(part, dict) else getattr(part, name)
-        if hasattr(old, "load_state_dict"):
-            old.load_state_dict(new)
-        elif isinstance(new, torch.Tensor):
-            torch.as_tensor(old).copy_(new.view(old.shape))
-        elif isinstance(new, dict):
-            restore(old, new)
-        else:
-            setattr(part, name, new)
-
-
 def replace_file(path: Path, write: Callable) -> None:
     """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -232,11 +207,11 @@ class Run:
 
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
 
-    def __init__(self, args: Args, device: torch.device, agent: object, buffer: object = None):
-        self.args, self.device, self.parts = args, device, {"run": self, "agent": agent}
+    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
+        self.args, self.device = args, device
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
         self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
-        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        self.returns, self.lengths, self.is_cut = [0.0] * args.num_envs, [0] * args.num_envs, False
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         versions = {"python": platform.python_version()}
@@ -245,16 +220,20 @@ class Run:
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        # Modules do not count their optimisers and running statistics as a part of their state
+        parts = {"run": self, "agent": agent, **vars(agent), "buffer": None}
         if getattr(args, "save_replay", False):
-            self.parts["buffer"] = buffer
+            parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
             free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
             free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
             print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
             if size > free:  # the old one lies there until the new one is whole
                 fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step = self.last_step = self.global_step
+        self.updates_before = self.updates
         self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
         # What the agent learns from has to be collected first, anew where a resumed run has no replay
         rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
@@ -311,7 +290,8 @@ class Run:
                 may_grow = name == "total_timesteps" and value >= stored[name]
                 if name != "resume" and not may_grow and value != stored.get(name):
                     fail(name, value, f"must be {stored.get(name)}, as in {folder}")
-            restore(self.parts, checkpoint["parts"])
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint["parts"][name])
             for set_state, state in zip(setters, checkpoint["random"]):
                 set_state(state)
             ends = [end_of_step(file, self.global_step) for file in self.files.values()]
@@ -334,12 +314,17 @@ class Run:
         self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
 
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        vars(self).update({name: state[name] for name in self.saved})
+
     def interrupt(self, number: int, _frame) -> None:
         """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
-        if self.stop is None and self.global_step > self.first_step:
-            self.stop, self.stop_time = number, time.perf_counter()
-        elif self.stop is None or time.perf_counter() - self.stop_time > 1:
-            self.stop = None
+        self.stop = self.stop or (number, time.perf_counter())
+        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True
             raise KeyboardInterrupt(number)
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -366,7 +351,7 @@ class Run:
         if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
             self.save()
         if self.stop is not None:
-            raise KeyboardInterrupt(self.stop)
+            raise KeyboardInterrupt(self.stop[0])
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
@@ -391,12 +376,13 @@ class Run:
         generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "random": generators}
+        checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            checkpoint |= {"global_step": self.global_step, "random": generators, "parts": state_of(self.parts)}
+            if not all(tensor.isfinite().all() for tensor in self.parts["agent"].state_dict().values()):
+                raise ArithmeticError("a parameter is not finite")
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        except (OSError, RuntimeError, FloatingPointError) as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # torch.save makes a RuntimeError of it
-                raise error.__context__ from None
+        except (OSError, RuntimeError, ArithmeticError) as error:
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
@@ -426,7 +412,7 @@ class Run:
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
         summary |= {"peak_memory_bytes": peak, "status": status}
-        if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
+        if self.global_step > self.first_step and not self.is_cut:
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
@@ -554,89 +540,87 @@ class FlatModule:
     """
 
     def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        parts = ((part._parameters, name) for part in module.modules() for name in part._parameters)
-        self.places = [(owner, name) for owner, name in parts if owner[name] is not None]
+        owners = [part._parameters for part in module.modules()]
+        self.module, self.places = (
+            module,
+            [(owner, name) for owner in owners for name in owner if owner[name] is not None],
+        )
+        self.shapes = [parameter.shape for parameter in module.parameters()]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
 
-    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of `flat`, [P], with the names and shapes of the module's parameters."""
-        parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
-        return {name: x.view(shape[::-1]).mT if len(shape) == 2 else x.view(shape) for (name, shape), x in parts}
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
+        parts = zip(flat.split([shape.numel() for shape in self.shapes]), self.shapes, strict=True)
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         own = [owner[name] for owner, name in self.places]
-        self.put([*self.split(flat).values()])
+        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
         output = self.module(*inputs)
         self.put(own)
         return output
 
     def put(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
             owner[name] = parameter
 
 
-class Adam:
+class Adam(nn.Module):
     """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
 
-    saved = ("lr", "first_moment", "second_moment", "powers")
+    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
+        super().__init__()
+        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
+        self.powers = nn.Buffer(like.new_ones(2))  # of the betas; a power of step would cost every element
+        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
 
-    def __init__(self, parameters: torch.Tensor, lr: float, eps: float = 1e-8):
-        self.parameters, self.lr, self.eps = parameters, torch.tensor(lr, device=parameters.device), eps
-        self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
-        self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
-        self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
-
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
         self.powers.mul_(self.betas)
         first_correction, second_correction = (1 - self.powers).unbind()
         self.first_moment.lerp_(gradient, 1 - 0.9)
         self.second_moment.lerp_(gradient.square(), 1 - 0.999)
         deviation = (self.second_moment / second_correction).sqrt() + self.eps
-        self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: Sequence) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which kills it."""
+def run_steps(steps: list[Callable]) -> None:
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, with which it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for step in steps:
         step()
 
 
-def warm_up(steps: Sequence, agent: object, run: Run) -> None:
+def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
-    started, helper = run.now(), None
-    try:
-        if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
-            helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
-            helper.start()
-        before = copy.deepcopy(state_of(agent))  # now, as it starts threads, which do not live on in a forked process
-        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-            steps[0]()
+    started = run.now()
+    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    is_helped = run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume
+    if is_helped:
+        helper.start()
+    before = copy.deepcopy(agent.state_dict())  # now, as it starts threads, which do not live on in a forked process
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        steps[0]()
+        if is_helped:
             seconds = run.now() - started
-            if helper is not None and seconds > 8:  # else everything is in the cache already
-                helper.join(timeout=seconds)  # no longer, should it hang
-            for step in [step for step in steps for _ in range(4)]:
-                step()
-    finally:
-        if helper is not None and helper.pid is not None:
+            helper.join(timeout=seconds if seconds > 8 else 0)  # no longer, should it hang; or all is in the cache
             helper.kill()
             helper.join()
-    restore(agent, before)
+        for step in 4 * steps:
+            step()
+    agent.load_state_dict(before)
     run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----
-class CompiledPPOAgent:
+class CompiledPPOAgent(nn.Module):
     """The networks, their optimiser, and the update on them.
 
     The steps that `main` compiles and captures (`prepare` and `update`) take no tensor and return none: they work on
@@ -644,19 +628,17 @@ class CompiledPPOAgent:
     host, in NumPy: no transfer and no compiled call for each step.
     """
 
-    saved = ("network", "optimizer", "losses")
-
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        super().__init__()
         self.args, self.device = args, device
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
         shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": ()}
         shapes |= {name: () for name in ("reward", "terminated", "truncated")}
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
         self.module = FlatModule(CategoricalActorCritic(observation_dim, actions))
-        flat = self.module.flatten()
-        self.host_network, self.network = mirrored(len(flat), device=device)
-        self.network.copy_(flat)
-        layers = [layer.numpy().T for layer in self.module.split(self.host_network).values()]
+        self.network = nn.Buffer(self.module.flatten().to(device))
+        self.host_network, _ = mirrored(len(self.network), device=device)
+        layers = [layer.numpy().T for layer in self.module.split(self.host_network)]
         self.host_actor = layers[:6]  # its weights and biases; the critic's follow
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
@@ -742,7 +724,7 @@ class CompiledPPOAgent:
         self.turn.copy_((self.turn + 1) % len(self.order))
         batch = {name: tensor[rows] for name, tensor in self.batch.items()}
         gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
-        self.optimizer.step(gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
+        self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
             self.losses[name].copy_(tensor.detach())
 
@@ -813,7 +795,7 @@ def main(args: Args) -> None:
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break
-            run.end_step(agent.losses if run.updates else {}, learning_rate)
+            run.end_step(agent.losses if run.updates > run.updates_before else {}, learning_rate)
 
 
 if __name__ == "__main__":

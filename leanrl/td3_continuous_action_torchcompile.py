@@ -37,7 +37,6 @@ import sys
 import time
 import warnings
 import zipfile
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -115,7 +114,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -178,31 +177,6 @@ def end_of_step(file: TextIO, step: int) -> int:
     return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
 
 
-def state_of(part: object) -> object:
-    """What a checkpoint holds of an object: its state_dict(), or what its `saved` names. Raises FloatingPointError."""
-    part = part.state_dict() if hasattr(part, "state_dict") else part
-    part = {name: getattr(part, name) for name in part.saved} if hasattr(part, "saved") else part
-    part = torch.as_tensor(part) if isinstance(part, np.ndarray) else part
-    if isinstance(part, float | torch.Tensor) and not torch.as_tensor(part).isfinite().all():
-        raise FloatingPointError("a parameter, or what else a checkpoint holds, is not finite")
-    return {name: state_of(value) for name, value in part.items()} if isinstance(part, dict) else part
-
-
-@torch.no_grad()
-def restore(part: object, state: Mapping) -> None:
-    """Puts what `state_of` gave back into an object, in place; raises whatever a state that does not fit leads to."""
-    for name, new in state.items():
-        old = part[name] if isinstance(part, dict) else getattr(part, name)
-        if hasattr(old, "load_state_dict"):
-            old.load_state_dict(new)
-        elif isinstance(new, torch.Tensor):
-            torch.as_tensor(old).copy_(new.view(old.shape))
-        elif isinstance(new, dict):
-            restore(old, new)
-        else:
-            setattr(part, name, new)
-
-
 def replace_file(path: Path, write: Callable) -> None:
     """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -230,11 +204,11 @@ class Run:
 
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
 
-    def __init__(self, args: Args, device: torch.device, agent: object, buffer: object = None):
-        self.args, self.device, self.parts = args, device, {"run": self, "agent": agent}
+    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
+        self.args, self.device = args, device
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
         self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
-        self.returns, self.lengths = [0.0] * args.num_envs, [0] * args.num_envs
+        self.returns, self.lengths, self.is_cut = [0.0] * args.num_envs, [0] * args.num_envs, False
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         versions = {"python": platform.python_version()}
@@ -243,16 +217,20 @@ class Run:
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        # Modules do not count their optimisers and running statistics as a part of their state
+        parts = {"run": self, "agent": agent, **vars(agent), "buffer": None}
         if getattr(args, "save_replay", False):
-            self.parts["buffer"] = buffer
+            parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
             free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
             free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
             print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
             if size > free:  # the old one lies there until the new one is whole
                 fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step = self.last_step = self.global_step
+        self.updates_before = self.updates
         self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
         # What the agent learns from has to be collected first, anew where a resumed run has no replay
         rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
@@ -309,7 +287,8 @@ class Run:
                 may_grow = name == "total_timesteps" and value >= stored[name]
                 if name != "resume" and not may_grow and value != stored.get(name):
                     fail(name, value, f"must be {stored.get(name)}, as in {folder}")
-            restore(self.parts, checkpoint["parts"])
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint["parts"][name])
             for set_state, state in zip(setters, checkpoint["random"]):
                 set_state(state)
             ends = [end_of_step(file, self.global_step) for file in self.files.values()]
@@ -332,12 +311,17 @@ class Run:
         self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
 
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        vars(self).update({name: state[name] for name in self.saved})
+
     def interrupt(self, number: int, _frame) -> None:
         """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
-        if self.stop is None and self.global_step > self.first_step:
-            self.stop, self.stop_time = number, time.perf_counter()
-        elif self.stop is None or time.perf_counter() - self.stop_time > 1:
-            self.stop = None
+        self.stop = self.stop or (number, time.perf_counter())
+        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True
             raise KeyboardInterrupt(number)
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -364,7 +348,7 @@ class Run:
         if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
             self.save()
         if self.stop is not None:
-            raise KeyboardInterrupt(self.stop)
+            raise KeyboardInterrupt(self.stop[0])
 
     def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
         """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
@@ -389,12 +373,13 @@ class Run:
         generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "random": generators}
+        checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            checkpoint |= {"global_step": self.global_step, "random": generators, "parts": state_of(self.parts)}
+            if not all(tensor.isfinite().all() for tensor in self.parts["agent"].state_dict().values()):
+                raise ArithmeticError("a parameter is not finite")
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        except (OSError, RuntimeError, FloatingPointError) as error:
-            if isinstance(error.__context__, KeyboardInterrupt):  # torch.save makes a RuntimeError of it
-                raise error.__context__ from None
+        except (OSError, RuntimeError, ArithmeticError) as error:
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
@@ -424,7 +409,7 @@ class Run:
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
         summary |= {"peak_memory_bytes": peak, "status": status}
-        if self.global_step > self.first_step and (status != "interrupted" or self.stop is not None):
+        if self.global_step > self.first_step and not self.is_cut:
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
@@ -522,24 +507,24 @@ class ReplayRing:
     """A ring of the last transitions, on `device`, sampled uniformly with replacement; it holds each observation once.
 
     Transition n, counted with the environments taking turns, lies in slot n % slots. Its next observation is the
-    observation of transition n + num_envs, the same environment's next. Only where an episode was truncated does
-    `next_slot` point elsewhere: to a copy of its own, behind the ring. (Nothing is bootstrapped from a terminated one.)
+    observation of transition n + num_envs, the same environment's next; only that of a truncated one has a place of its
+    own, behind the ring. (Nothing is bootstrapped from a terminated one.)
 
-    The host stages a block of transitions, those between two updates (or sets of them, with many environments), and
-    `upload` sends it in one copy. `write`, `draw` and `sample` work on tensors of fixed address and shape, so that they
-    can be a part of a compiled and captured step. The batches that follow a block are drawn at once, some of their
-    transitions before they are there.
+    The host stages transitions, and `upload` sends them in one copy. `write`, `draw` and `sample` work on tensors of
+    fixed address and shape, so that they can be a part of a compiled and captured step.
     """
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.batch_size, self.device, self.added = args.batch_size, device, 0
-        self.num_envs, frequency = args.num_envs, getattr(args, "train_frequency", 1)
-        rows, batches = -(-frequency // args.num_envs) * args.num_envs, -(-args.num_envs // frequency)  # at the most
-        self.slots = max(self.capacity, rows) + args.num_envs  # beyond the capacity: the newest next observations
-        longest = env.spec.max_episode_steps or 1  # without a limit every step might be a truncation
-        self.copies = min(self.slots // longest + args.num_envs + 2 * rows + 1, 2**24)  # numbered in a float32
-        self.owners, self.truncations = deque(maxlen=self.copies - 2 * rows), 0
+        self.num_envs, self.rows = (
+            args.num_envs,
+            -(-getattr(args, "train_frequency", 1) // args.num_envs) * args.num_envs,
+        )
+        self.slots = max(self.capacity, self.rows) + args.num_envs  # beyond the capacity: the newest next observations
+        longest = min(env.spec.max_episode_steps or 1, 100)  # without a limit every step might be a truncation
+        self.copies = self.slots // longest + args.num_envs + self.rows + 1
+        self.owners, self.truncations, self.oldest = [-1] * self.copies, 0, 0
 
         # Slot `slots` is where rows that are not in use go; the copies follow it
         observation_dim, self.action_shape = env.observation_space.shape[0], env.action_space.shape
@@ -552,75 +537,71 @@ class ReplayRing:
             next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
         )
         self.nbytes = sum(field.nbytes for field in self.fields.values())
-        self.written, self.oldest, self.turn = torch.zeros(3, 1, dtype=torch.long, device=device).unbind()
         self.drawn = torch.zeros(batches, self.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
 
-        # A staged row: observation, next observation, action, reward, terminated, number of its copy or 0, in use
-        self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 4]
-        self.staged, self.incoming = mirrored(rows, sum(self.widths), device=device)
-        self.columns, self.filled = [column.numpy() for column in self.staged.split(self.widths, 1)], 0
+        # A staged row: observation, next observation, action, reward, terminated; and in the bits of four integers its
+        # slots, and which transitions the ring has (in the first row)
+        self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 1, 1, 4]
+        self.staged, self.incoming = mirrored(self.rows, sum(self.widths), device=device)
+        *self.columns, numbers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.numbers, self.filled = numbers.view(np.int32), 0
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
         self.saved_nbytes = 4 * self.capacity * sum(self.widths)
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
         """Stages a transition."""
-        copied = self.claim_copy(self.added) if truncated and not terminated else 0
-        observations, next_observations, actions, rest = self.columns
-        if self.filled == 0:
-            if self.sent is not None:
-                self.sent.synchronize()  # only then may what was sent be overwritten
-            rest[:, -1] = 0
-        observations[self.filled], next_observations[self.filled] = observation, next_observation
-        actions[self.filled], rest[self.filled] = action, (reward, terminated, copied, 1)
-        self.filled += 1
-        self.added += 1
-
-    def claim_copy(self, owner: int) -> int:
-        """The number, from 1 on, of the place behind the ring for the next observation of transition `owner`."""
-        if len(self.owners) == self.owners.maxlen:
+        if self.filled == 0 and self.sent is not None:
+            self.sent.synchronize()  # only then may what was sent be overwritten
+        next_slot = (self.added + self.num_envs) % self.slots
+        if truncated and not terminated:
+            copied = self.truncations % self.copies
+            next_slot = self.slots + 1 + copied
             # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-            self.oldest.fill_(self.owners[0] + 1)
-            if self.owners[0] >= self.added - self.capacity:
-                warnings.warn("more truncations than there are copies for shorten the replay", stacklevel=3)
-        self.owners.append(owner)
-        self.truncations += 1
-        return 1 + (self.truncations - 1) % self.copies
+            self.oldest = max(self.oldest, self.owners[(copied + self.rows) % self.copies] + 1)
+            if self.oldest > max(self.added - self.capacity, 0):
+                warnings.warn("more truncations than there are copies for shorten the replay", stacklevel=2)
+            self.owners[copied], self.truncations = self.added, self.truncations + 1
+        for column, value in zip(
+            self.columns, (observation, next_observation, action, reward, terminated), strict=True
+        ):
+            column[self.filled] = value
+        self.numbers[self.filled, :2] = self.added % self.slots, next_slot
+        self.filled, self.added = self.filled + 1, self.added + 1
 
     def upload(self) -> None:
         """Sends the staged rows to the device."""
+        self.numbers[self.filled :, :2] = self.slots
+        self.numbers[0, 2:] = self.oldest, self.added
         self.incoming.copy_(self.staged, non_blocking=True)
         if self.sent is not None:
             self.sent.record()
         self.filled = 0
 
     def write(self) -> None:
-        """Puts the rows in use into the ring; a second call changes nothing."""
-        self.put(self.incoming)
-        self.incoming[:, -1] = 0
+        """Puts the rows that were sent into the ring; a second call changes nothing."""
+        *values, numbers = self.incoming.split(self.widths, 1)
+        self.put(*numbers.view(torch.int32)[:, :2].long().unbind(1), *values)
 
-    def put(self, rows: torch.Tensor) -> None:
-        """Puts rows as they are staged, [N, sum(widths)], behind those in the ring."""
-        observation, next_observation, action, rest = rows.split(self.widths, 1)
-        reward, terminated, copied, in_use = rest.unbind(1)
-        slot = (self.written + torch.arange(len(rows), device=self.device)) % self.slots
-        next_slot = torch.where(copied > 0, self.slots + copied.long(), (slot + self.num_envs) % self.slots)
-        slot, next_slot = (each.masked_fill(in_use == 0, self.slots) for each in (slot, next_slot))
+    def put(self, slot, next_slot, observation, next_observation, action, reward, terminated) -> None:
+        """Puts transitions into these slots; [N], [N], and the rest [N, ...]."""
         self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
-        values = (observation, action.view(-1, *self.action_shape), reward, terminated, next_slot)
-        for field, value in zip(self.fields.values(), values, strict=True):
-            field[slot] = value.to(field.dtype)  # the observation after that next one: an episode may have begun
-        self.written.add_(in_use.sum().long())
+        for field, value in zip(
+            self.fields.values(), (observation, action, reward, terminated, next_slot), strict=True
+        ):
+            field[slot] = value.view(-1, *field.shape[1:]).to(field.dtype)  # over the next: an episode may have begun
 
-    def draw(self, newest: torch.Tensor) -> torch.Tensor:
-        """Draws batches, uniformly over the ring as it will be once `newest` transitions are written; [1].
+    def draw(self, coming: int = 0) -> torch.Tensor:
+        """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
 
-        Those to come may be of the next two uploads. Returns the number of the youngest transition drawn; [].
+        Returns whether one of these is among them; bool, [1].
         """
-        oldest = torch.maximum(self.oldest, newest - self.capacity)
+        oldest, newest = self.incoming[:1, -2:].view(torch.int32).long().unbind(1)
+        oldest = torch.maximum(oldest, newest + coming - self.capacity)
         random = torch.randint(2**62, self.drawn.shape, device=self.device)
-        self.drawn.copy_(oldest + random % (newest - oldest))
+        self.drawn.copy_(oldest + random % (newest + coming - oldest).clamp(min=1))
         self.turn.zero_()
-        return self.drawn.max()
+        return self.drawn.max() >= newest
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The next of the batches drawn: float32 tensors of [batch_size, ...] by the names of the fields."""
@@ -635,28 +616,24 @@ class ReplayRing:
         return {name: value.float() for name, value in batch.items()}
 
     def state_dict(self) -> dict:
-        """Its transitions for a checkpoint, as rows like those that are staged, with 1 for the number of a copy.
+        """Its transitions, for a checkpoint. All environments begin new episodes after it, as if truncated there."""
+        for send in (self.write, self.upload, self.write):
+            send()
+        number = torch.arange(max(self.oldest, self.added - self.capacity), self.added, device=self.device)
+        is_copied = self.fields["next_slot"][number % self.slots] > self.slots
+        is_copied[-self.num_envs :] = True
+        return {name: value.cpu() for name, value in (self.gather(number) | {"is_copied": is_copied}).items()}
 
-        All environments begin new episodes after it: for the newest transitions, that is as if they had been truncated.
-        """
-        if self.filled:
-            self.upload()
-        self.write()
-        number = torch.arange(max(self.oldest.item(), self.added - self.capacity), self.added, device=self.device)
-        batch = self.gather(number)
-        copied = (self.fields["next_slot"][number % self.slots] > self.slots).float()
-        copied[-self.num_envs :] = 1
-        rest = torch.stack([batch["reward"], batch["terminated"], copied, torch.ones_like(copied)], 1)
-        parts = [batch["observation"], batch["next_observation"], batch["action"].view(len(number), -1), rest]
-        return {"rows": torch.cat([part.cpu() for part in parts], 1)}
-
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: Mapping) -> None:
         """Fills a new ring, of the same capacity or a larger one."""
-        rows = state["rows"].to(self.device)
-        self.added = len(rows)
-        for owner in rows[:, -2].nonzero().flatten().tolist():
-            rows[owner, -2] = self.claim_copy(owner)
-        self.put(rows)
+        state = {name: value.to(self.device) for name, value in state.items()}
+        self.added, owners = len(state["reward"]), state.pop("is_copied").nonzero().squeeze(1)
+        self.truncations, self.owners[: len(owners)] = len(owners), owners.tolist()
+        slot = torch.arange(self.added, device=self.device)
+        next_slot = (slot + self.num_envs) % self.slots
+        next_slot[owners] = self.slots + 1 + torch.arange(len(owners), device=self.device)
+        self.put(slot, next_slot, **state)
+        self.upload()
 
 
 # ---- Flat parameters ----
@@ -667,98 +644,95 @@ class FlatModule:
     """
 
     def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        parts = ((part._parameters, name) for part in module.modules() for name in part._parameters)
-        self.places = [(owner, name) for owner, name in parts if owner[name] is not None]
+        owners = [part._parameters for part in module.modules()]
+        self.module, self.places = (
+            module,
+            [(owner, name) for owner in owners for name in owner if owner[name] is not None],
+        )
+        self.shapes = [parameter.shape for parameter in module.parameters()]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
 
-    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of `flat`, [P], with the names and shapes of the module's parameters."""
-        parts = zip(self.shapes.items(), flat.split([shape.numel() for shape in self.shapes.values()]), strict=True)
-        return {name: x.view(shape[::-1]).mT if len(shape) == 2 else x.view(shape) for (name, shape), x in parts}
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
+        parts = zip(flat.split([shape.numel() for shape in self.shapes]), self.shapes, strict=True)
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         own = [owner[name] for owner, name in self.places]
-        self.put([*self.split(flat).values()])
+        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
         output = self.module(*inputs)
         self.put(own)
         return output
 
     def put(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Makes these the module's, as `functional_call` would, with less for Dynamo to trace."""
         for (owner, name), parameter in zip(self.places, parameters, strict=True):
             owner[name] = parameter
 
 
-class Adam:
+class Adam(nn.Module):
     """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
 
-    saved = ("lr", "first_moment", "second_moment", "powers")
+    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
+        super().__init__()
+        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
+        self.powers = nn.Buffer(like.new_ones(2))  # of the betas; a power of step would cost every element
+        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
 
-    def __init__(self, parameters: torch.Tensor, lr: float, eps: float = 1e-8):
-        self.parameters, self.lr, self.eps = parameters, torch.tensor(lr, device=parameters.device), eps
-        self.first_moment, self.second_moment = torch.zeros_like(parameters), torch.zeros_like(parameters)
-        self.betas = torch.tensor([0.9, 0.999], device=parameters.device)
-        self.powers = torch.ones(2, device=parameters.device)  # of the betas; a power of step would cost every element
-
-    def step(self, gradient: torch.Tensor) -> None:
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
         self.powers.mul_(self.betas)
         first_correction, second_correction = (1 - self.powers).unbind()
         self.first_moment.lerp_(gradient, 1 - 0.9)
         self.second_moment.lerp_(gradient.square(), 1 - 0.999)
         deviation = (self.second_moment / second_correction).sqrt() + self.eps
-        self.parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: Sequence) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which kills it."""
+def run_steps(steps: list[Callable]) -> None:
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, with which it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for step in steps:
         step()
 
 
-def warm_up(steps: Sequence, agent: object, run: Run) -> None:
+def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
-    started, helper = run.now(), None
-    try:
-        if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
-            helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
-            helper.start()
-        before = copy.deepcopy(state_of(agent))  # now, as it starts threads, which do not live on in a forked process
-        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-            steps[0]()
+    started = run.now()
+    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    is_helped = run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume
+    if is_helped:
+        helper.start()
+    before = copy.deepcopy(agent.state_dict())  # now, as it starts threads, which do not live on in a forked process
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        steps[0]()
+        if is_helped:
             seconds = run.now() - started
-            if helper is not None and seconds > 8:  # else everything is in the cache already
-                helper.join(timeout=seconds)  # no longer, should it hang
-            for step in [step for step in steps for _ in range(4)]:
-                step()
-    finally:
-        if helper is not None and helper.pid is not None:
+            helper.join(timeout=seconds if seconds > 8 else 0)  # no longer, should it hang; or all is in the cache
             helper.kill()
             helper.join()
-    restore(agent, before)
+        for step in 4 * steps:
+            step()
+    agent.load_state_dict(before)
     run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----
-class CompiledTD3Agent:
+class CompiledTD3Agent(nn.Module):
     """Networks, their optimisers, and the updates on them.
 
     The steps that `main` compiles and captures (`choose` and `learn`) take no tensor and return none: they work on
     tensors of fixed address, so that a captured graph is replayed without copies.
     """
 
-    saved = ("actor", "critics", "target_actor", "target_critics", "actor_optimizer", "critic_optimizer", "losses")
-
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
+        super().__init__()
         self.args, self.device = args, device
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         bounds = (env.action_space.low, env.action_space.high)
@@ -767,9 +741,9 @@ class CompiledTD3Agent:
         # The parameters of the twin critics are the rows of one matrix
         self.actor_module = FlatModule(DeterministicActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
-        self.actor = self.actor_module.flatten().to(device)
-        self.critics = torch.stack([self.q_module.flatten(), twin.flatten()]).to(device)
-        self.target_actor, self.target_critics = self.actor.clone(), self.critics.clone()
+        self.actor = nn.Buffer(self.actor_module.flatten().to(device))
+        self.critics = nn.Buffer(torch.stack([self.q_module.flatten(), twin.flatten()]).to(device))
+        self.target_actor, self.target_critics = nn.Buffer(self.actor.clone()), nn.Buffer(self.critics.clone())
         self.actor_optimizer = Adam(self.actor, lr=args.learning_rate)
         self.critic_optimizer = Adam(self.critics, lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
@@ -806,7 +780,7 @@ class CompiledTD3Agent:
         """
         self.buffer.write()
         action = self.explore(self.observation)
-        must_wait = self.buffer.draw(self.buffer.written + self.args.num_envs) >= self.buffer.written
+        must_wait = self.buffer.draw(coming=self.args.num_envs)
         self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
     def learn(self, policy_is_due: bool) -> None:
@@ -832,7 +806,7 @@ class CompiledTD3Agent:
     def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on a loss, a method, under whose name it is logged."""
         gradient, loss = grad_and_value(loss_function)(parameters, batch)
-        optimizer.step(gradient)
+        optimizer.step(parameters, gradient)
         self.losses[loss_function.__name__].copy_(loss.detach())
 
     def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool) -> None:
@@ -861,7 +835,7 @@ def main(args: Args) -> None:
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    buffer = ReplayRing(args, envs[0], device)
+    buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
     agent = CompiledTD3Agent(args, envs[0], device, buffer)
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
@@ -917,7 +891,7 @@ def main(args: Args) -> None:
                 buffer.write()  # else the next `choose` does it
                 if is_learning:
                     update_all()
-            run.end_step(agent.losses if run.updates else {}, args.learning_rate)
+            run.end_step(agent.losses if run.updates > run.updates_before else {}, args.learning_rate)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on(play, script):
     checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)
     Counting.forget()
     resumed = resume(script, run.folder)
-    assert_equal(resumed.run.loaded, checkpoint["parts"]["agent"])
+    assert_equal(resumed.run.loaded, {name: checkpoint["parts"][name] for name in resumed.run.loaded})
     assert not {seed for pool in Counting.made for seed in pool.seeds} & set(seeds)
     episodes, summary = lines_of(run.folder, "episodes"), json.loads((run.folder / "summary.json").read_text())
     assert episodes[: len(run.episodes)] == run.episodes

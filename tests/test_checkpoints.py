@@ -7,7 +7,6 @@ import fcntl
 import importlib
 import io
 import json
-import math
 import os
 import resource
 import shutil
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 
@@ -56,8 +54,8 @@ def resume(script, folder, **changes):
 
     def noting(run):
         runs.append(run)
-        run.loaded = module.state_of(run.parts["agent"])
-        run.loaded = torch.load(copy_of(run.loaded), weights_only=True)
+        parts = {name: part.state_dict() for name, part in run.parts.items() if name not in ("run", "buffer")}
+        run.loaded = torch.load(copy_of(parts), weights_only=True)
         return enter(run)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -81,6 +79,9 @@ def assert_equal(ours, theirs):
             assert_equal(ours[name], theirs[name])
     elif isinstance(ours, torch.Tensor):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    elif isinstance(ours, list):
+        for our, their in zip(ours, theirs, strict=True):
+            assert_equal(our, their)
     else:
         assert ours == theirs
 
@@ -112,7 +113,8 @@ def test_a_stopped_run_goes_on(copied):
     before, checkpoint = untimed(folder), torch.load(folder / "checkpoint.pt", weights_only=True)
     first_summary = json.loads((folder / "summary.json").read_text())
     resumed = resume(script, folder)
-    assert_equal(resumed.run.loaded, checkpoint["parts"]["agent"])
+    assert resumed.run.loaded.keys() == checkpoint["parts"].keys() - {"run", "buffer"}
+    assert_equal(resumed.run.loaded, {name: checkpoint["parts"][name] for name in resumed.run.loaded})
 
     # No step is missing or there twice, and nothing that was written before has changed
     metrics, episodes = untimed(folder)
@@ -191,19 +193,6 @@ def test_a_run_that_has_finished_is_not_resumed(small_run, tmp_path):
     assert load(folder, total_timesteps=301) == (0, "")
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_numbers_of_every_kind_must_be_finite(number):
-    module = importlib.import_module("ppo_continuous_action")
-    variance, moments, network = module.RunningVariance(), module.RunningMoments(2), torch.nn.Linear(2, 2)
-    assert module.state_of({"a": variance, "b": moments, "c": network}).keys() == {"a", "b", "c"}
-    variance.update(number)
-    moments.update(np.array([[0.0, number]]))
-    torch.nn.init.constant_(network.bias, number)
-    for part in (variance, moments, network, {"a": {"b": torch.tensor([1.0, number])}}, torch.tensor(number), number):
-        with pytest.raises(FloatingPointError):
-            module.state_of(part)
-
-
 @pytest.mark.parametrize("script", NO_REPLAY)
 def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, monkeypatch, script):
     """By the policy: actions at random are for the beginning of the whole run."""
@@ -213,8 +202,8 @@ def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, mon
     resumed = resume(script, run.folder)
     frequency = 10 if script.startswith("dqn") else 1
     assert resumed.run.updates - before == (300 - 110 - 40) // frequency
-    losses = [set(line) - set(LINE) for line in lines_of(run.folder, "metrics")]
-    assert losses[0] and losses.count(losses[0]) == len(losses), "logged until new ones come"
+    before, *_, after = [set(line) - set(LINE) for line in lines_of(run.folder, "metrics")]
+    assert before == after and any("loss" in name for name in before)
     assert sampled == [] and len(resumed.made[0].actions) == 190
     launch(script, *small(script, 40))
     assert len(sampled) == (0 if script.startswith("dqn") else 40), "else this test sees nothing"
@@ -248,32 +237,34 @@ def test_a_compiled_run_goes_on_with_what_was_loaded(launch, monkeypatch):
 
     def noting(steps, agent, run):
         warm_up(steps, agent, run)
-        seen.append(torch.load(copy_of(module.state_of(agent)), weights_only=True))
+        seen.append(torch.load(copy_of(agent.state_dict()), weights_only=True))
 
     monkeypatch.setattr(module, "warm_up", noting)
     resumed = resume("dqn_torchcompile", run.folder)
     assert_equal(seen[0], checkpoint)
     assert resumed.run.updates == (300 - 110 - 40) // 10 + run.summary["updates"]
-    now = module.state_of(resumed.run.parts["agent"])
+    now = resumed.run.parts["agent"].state_dict()
     assert not torch.equal(now["q_network"], checkpoint["q_network"])
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["warmup_seconds"] > run.summary["warmup_seconds"] > 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_interrupt_while_saving_is_not_lost(launch, monkeypatch, error):
+def test_a_second_interrupt_while_saving_is_not_lost(launch, monkeypatch, error):
     """torch.save turns one that comes while it writes into a RuntimeError of its own."""
 
     def save(checkpoint, file):
         try:
-            raise KeyboardInterrupt(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGINT)
         except KeyboardInterrupt as interrupt:
             raise (RuntimeError("unexpected pos 64 vs 0") if error is RuntimeError else interrupt) from None
 
     monkeypatch.setattr(torch, "save", save)
     run = launch("dqn", *small("dqn"), "--save-every", 70, raises=SystemExit)
     assert run.error.code == 130 and run.summary["status"] == "interrupted" and run.summary["global_step"] == 70
-    assert not (run.folder / "checkpoint.pt").exists() and "no checkpoint" not in run.err
+    assert not (run.folder / "checkpoint.pt").exists()
 
 
 def test_a_disk_without_locks(launch, monkeypatch):
@@ -356,7 +347,7 @@ def test_a_checkpoint_with_a_wrong_byte_is_refused(small_run, tmp_path):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
     whole = (folder / "checkpoint.pt").read_bytes()
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    weights = checkpoint["parts"]["agent"]["q_network"]["fc2.weight"].numpy().tobytes()
+    weights = checkpoint["parts"]["agent"]["q_network.fc2.weight"].numpy().tobytes()
     place = whole.index(weights) + 1000
     (folder / "checkpoint.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     status, err = load(folder)
@@ -402,7 +393,7 @@ def test_a_file_is_missing(small_run, tmp_path, name, start):
 def test_a_checkpoint_that_does_not_fit_is_refused(small_run, tmp_path):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    checkpoint["parts"]["agent"]["q_network"]["fc1.weight"] = torch.zeros(7, 7)
+    checkpoint["parts"]["agent"]["q_network.fc1.weight"] = torch.zeros(7, 7)
     torch.save(checkpoint, folder / "checkpoint.pt")
     before = contents(folder)
     with pytest.raises(SystemExit) as caught:

@@ -5,6 +5,8 @@ import functools
 import importlib
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -67,7 +69,7 @@ def both(request, launch):
 def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
     assert [opened, ended] == run.summary["fps_window"] == [90 if script.startswith("ppo") else 100, 160]
-    steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 2, "ppo": 2, "ppo_continuous_action": 2}
+    steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 1, "ppo": 2, "ppo_continuous_action": 2}
     assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled
     assert after == before and "graph_break" not in after
 
@@ -115,13 +117,14 @@ time_of_run = SimpleNamespace(now=time.perf_counter)
 @pytest.fixture
 def warm_up(tmp_path):
     """warm_up(first, second): what the steps' processes wrote, and the agent; each step also counts in its tensor."""
-    agent = SimpleNamespace(saved=("losses", "count"), losses={"loss": torch.zeros(())}, count=torch.zeros(3))
+    agent = torch.nn.Module()
+    agent.loss, agent.count = torch.nn.Buffer(torch.zeros(())), torch.nn.Buffer(torch.zeros(3))
     parent = os.getpid()
 
     def warm_up(*works):
         def step(number):
             agent.count.add_(1)
-            agent.losses["loss"].add_(1)
+            agent.loss.add_(1)
             place = "here" if os.getpid() == parent else "beside"
             (tmp_path / f"{number} {place}").write_text(str(os.getpid()))
             works[number](place)
@@ -152,25 +155,21 @@ def assert_is_gone(process):
 def test_another_process_runs_all_steps_but_the_first(warm_up):
     agent = warm_up(lambda place: time.sleep(1), nothing, nothing)
     assert agent.files.keys() == {"0 here", "1 beside", "1 here", "2 beside", "2 here"}
-    assert agent.count.tolist() == [0, 0, 0] and agent.losses["loss"] == 0, "put back"
+    assert agent.count.tolist() == [0, 0, 0] and agent.loss == 0, "put back"
     assert_is_gone(agent.files["2 beside"])
 
 
 def test_the_other_process_is_started_before_this_one_has_threads(warm_up, monkeypatch):
     """OpenMP's, which copying the state may start: in a forked process they would be missing, and it would hang."""
-    children, state_of = [], dqn_torchcompile.state_of
+    children, state_dict = [], warm_up.agent.state_dict
 
-    def noting_state_of(part):
+    def noting_state_dict():
         children.append(len(multiprocessing.active_children()))
-        return state_of(part)
+        return state_dict()
 
-    monkeypatch.setattr(dqn_torchcompile, "state_of", noting_state_of)
+    monkeypatch.setattr(warm_up.agent, "state_dict", noting_state_dict)
     warm_up(lambda place: time.sleep(0.5), lambda place: time.sleep(0.5))
     assert children and min(children) == 1
-
-
-def test_one_step_needs_no_other_process(warm_up):
-    assert warm_up(nothing).files.keys() == {"0 here"}
 
 
 @pytest.mark.parametrize("speed", [1, 20], ids=["filled cache", "empty cache"])
@@ -189,16 +188,31 @@ def test_another_process_that_hangs_is_not_waited_for(warm_up, monkeypatch, spee
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "join", noting_join)
     agent = warm_up(lambda place: time.sleep(0.6), lambda place: time.sleep(1e6 if place == "beside" else 0))
     assert "1 here" in agent.files and agent.count.tolist() == [0, 0, 0]
-    given = [wait for wait in waits if wait is not None]
+    given = [wait for wait in waits if wait]
     assert len(given) == (speed > 1) and all(12 <= wait < 40 for wait in given)
     assert_is_gone(agent.files["1 beside"])
 
 
-def test_another_process_ends_with_a_compilation_that_is_interrupted(warm_up):
-    def interrupted(place):
-        time.sleep(0.5)
-        raise KeyboardInterrupt
+def test_another_process_ends_with_a_run_that_is_interrupted(tmp_path):
+    program = f"""
+import os, pathlib, sys, time, types
+import torch
+import dqn_torchcompile
 
-    with pytest.raises(KeyboardInterrupt):
-        warm_up(interrupted, lambda place: time.sleep(1e6))
-    assert_is_gone(warm_up.agent.files["1 beside"])
+def interrupted():
+    while not pathlib.Path("{tmp_path}/beside").exists():
+        time.sleep(0.1)
+    raise KeyboardInterrupt
+
+def hangs():
+    pathlib.Path("{tmp_path}/new").write_text(str(os.getpid()))
+    pathlib.Path("{tmp_path}/new").rename("{tmp_path}/beside")
+    time.sleep(1e6)
+
+run = types.SimpleNamespace(device=torch.device("cpu"), now=time.time, args=types.SimpleNamespace(resume=None))
+dqn_torchcompile.warm_up([interrupted, hangs], torch.nn.Module(), run)
+"""
+    folder = os.path.dirname(dqn_torchcompile.__file__)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert "KeyboardInterrupt" in ended.stderr
+    assert_is_gone((tmp_path / "beside").read_text())

@@ -12,7 +12,6 @@ import agents
 import dqn_torchcompile
 import environments
 from dqn import linear_schedule, times_due
-from dqn_torchcompile import next_due
 from probes import GAMMA, train
 
 NETWORKS = {"q_network": "q_network", "target_network": "target_network"}
@@ -59,22 +58,19 @@ def test_share_of_random_actions(monkeypatch, tmp_path, script, agent_class, eps
     assert low <= 1000 - len(asked) <= high
 
 
-def test_times_due_counts_every_multiple_once_and_next_due_finds_the_next():
+def test_times_due_counts_every_multiple_once():
     for num_envs in (1, 3, 4, 10, 64):
         for frequency in (1, 7, 10):
             steps = range(num_envs, 64 * 30 + 1, num_envs)
             assert sum(times_due(step, num_envs, frequency) for step in steps) == steps[-1] // frequency
-            due = [step for step in steps if times_due(step, num_envs, frequency)]
-            for step in steps[:-20]:
-                assert next_due(step, num_envs, frequency) == next(other for other in due if other > step)
 
 
 def test_acting_on_the_host_is_the_network():
     _, compiled, _ = pair()
     observation = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
     with torch.no_grad():
-        compiled.learn(draw_is_due=True)  # with the draw goes what the host needs
-        compiled.must_wait(1)
+        compiled.learn()
+        compiled.is_stale = True
         q = compiled.q_values(compiled.q_network, torch.as_tensor(observation))
     assert compiled.act(observation) == q.argmax(1).tolist()
     assert len(set(compiled.act(observation))) > 1
@@ -84,7 +80,7 @@ def test_one_update_is_the_same_in_both_versions():
     eager, compiled, batch = pair()
     eager.update(batch)
     with torch.no_grad():
-        compiled.learn(draw_is_due=False)
+        compiled.update(batch)
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     assert compiled.losses["td_loss"].item() == pytest.approx(eager.losses["td_loss"].item(), rel=1e-4)
@@ -92,11 +88,11 @@ def test_one_update_is_the_same_in_both_versions():
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
-    eager, compiled, batch = pair()
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
+    eager, compiled, _ = pair()
+    learn = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for _ in range(3):
-        eager.update(batch)
-        update(False)
+        learn()
+        eager.update(compiled.buffer.gather(compiled.buffer.drawn[0]))
     assert compiled.optimizer.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
@@ -120,38 +116,49 @@ def test_target_network_is_renewed_when_due(launch, monkeypatch, script, agent_c
 @pytest.mark.parametrize(
     "num_envs, train_frequency, target_frequency", [(1, 10, 25), (1, 7, 30), (3, 10, 7), (4, 2, 6), (3, 2, 500)]
 )
-def test_updates_beside_the_environments_make_the_same_run(
+def test_host_and_device_with_memories_of_their_own_make_the_same_run(
     launch, monkeypatch, num_envs, train_frequency, target_frequency
 ):
-    """What a GPU does, here on the CPU: an update may begin early, but it is that of the same step."""
+    """What a GPU does, here on the CPU: nothing may be read before it was sent, nor overwritten before it was read."""
     flags = ["--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, "--num-envs"]
     flags += [num_envs, "--train-frequency", train_frequency, "--target-network-frequency", target_frequency]
-    ended, early = [], []
-    waiting = dqn_torchcompile.CompiledDQNAgent
-
-    class Early(waiting):
-        def must_wait(self, steps):
-            self.added_before = self.buffer.added
-            self.device = torch.device("meta")  # a CPU always waits
-            return super().must_wait(steps)
-
-        def update(self, batch):
-            early.append(self.buffer.added == self.added_before)
-            super().update(batch)
-
-    for agent_class in (waiting, Early):
-        made = lambda *a, c=agent_class: ended.append(c(*a)) or ended[-1]  # noqa: E731
-        monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", made)
+    ended, agent_class = [], dqn_torchcompile.CompiledDQNAgent
+    monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", lambda *a: ended.append(agent_class(*a)) or ended[-1])
+    for _ in range(2):
         ended.append(launch("dqn_torchcompile", *flags, env_id="CartPole-v1"))
         monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
     one, first, other, second = ended
-    assert {True, False} == set(early), "updates before and after the steps that lead up to them"
     assert first.summary["updates"] == second.summary["updates"] > 45
     assert first.episodes == second.episodes and len(first.episodes) > 5
     for name in ("q_network", "target_network"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     losses = [[(line.get("td_loss"), line.get("q_value")) for line in run.metrics] for run in (first, second)]
     assert losses[0] == losses[1] and len(set(losses[0])) > 4
+
+
+@pytest.mark.parametrize("num_envs, train_frequency", [(1, 10), (3, 10), (4, 2)])
+def test_each_update_draws_from_all_transitions_so_far_and_acting_uses_it_at_once(
+    launch, monkeypatch, num_envs, train_frequency
+):
+    seen, agent_class = [], dqn_torchcompile.CompiledDQNAgent
+
+    class Noting(agent_class):
+        def update(self, batch):
+            number, buffer = self.buffer.drawn.max().item(), self.buffer
+            seen.append(buffer.added - 1 - number)
+            super().update(batch)
+
+        def act(self, observation):
+            action = super().act(observation)
+            with torch.no_grad():
+                q = self.q_values(self.q_network, torch.as_tensor(observation))
+            assert action == q.argmax(1).tolist()
+            return action
+
+    monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", Noting)
+    flags = ["--total-timesteps", 600, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 64, "--num-envs"]
+    run = launch("dqn_torchcompile", *flags, num_envs, "--train-frequency", train_frequency, env_id="CartPole-v1")
+    assert len(seen) == run.summary["updates"] >= 49 and min(seen) == 0 and max(seen) < 20
 
 
 class TruncatesItself(gym.Env):
@@ -173,7 +180,7 @@ class TruncatesItself(gym.Env):
 gym.register("TruncatesItself-v0", TruncatesItself, max_episode_steps=1000)
 
 
-@pytest.mark.filterwarnings("ignore:episodes truncated")
+@pytest.mark.filterwarnings("ignore:more truncations")
 @pytest.mark.parametrize("target_frequency", [1, 10, 25])
 def test_next_observation_is_of_the_same_episode(launch, monkeypatch, target_frequency):
     seen, update = [], dqn_torchcompile.CompiledDQNAgent.update
@@ -188,14 +195,14 @@ def test_next_observation_is_of_the_same_episode(launch, monkeypatch, target_fre
     flags = ["--total-timesteps", 400, "--learning-starts", 50, "--buffer-size", 120, "--batch-size", 64]
     flags += ["--target-network-frequency", target_frequency]
     launch("dqn_torchcompile", *flags, env_id="TruncatesItself-v0")
-    assert len(seen) == 35 and max(seen) > 3
+    assert len(seen) == 35 and max(seen) > 2
 
 
 def test_without_a_learning_rate_nothing_moves_and_the_target_follows_tau():
     eager, compiled, _ = pair(learning_rate=0.0, tau=0.25)
     parameters, target = compiled.q_network.clone(), compiled.target_network.clone()
     with torch.no_grad():
-        compiled.learn(draw_is_due=True)
+        compiled.learn()
     compiled.update_target()
     eager.update_target()
     assert torch.equal(compiled.q_network, parameters)
@@ -246,13 +253,12 @@ def test_probe(monkeypatch, tmp_path, script, agent_class, num_envs, probe):
         assert q(observation) == pytest.approx(np.array(values), abs=0.1)
 
 
-def test_a_warm_up_after_a_resume_has_something_to_draw_from():
-    """Even if none of the transitions that came back can be drawn any more."""
+def test_a_warm_up_has_something_to_draw_from():
+    """Even if there is nothing yet, or nothing that came back with a resume can be drawn any more."""
     args = dqn_torchcompile.Args(buffer_size=64, batch_size=8, cuda=False)
-    env, cpu = gym.make("CartPole-v1"), torch.device("cpu")
-    ring = dqn_torchcompile.ReplayRing(args, env, cpu)
-    with torch.no_grad():
-        agent = dqn_torchcompile.CompiledDQNAgent(args, env, cpu, ring)
-    ring.oldest.fill_(ring.capacity)
-    agent.draw()
-    assert ring.drawn.min() == ring.capacity
+    ring = dqn_torchcompile.ReplayRing(args, gym.make("CartPole-v1"), torch.device("cpu"))
+    for oldest in (0, 64):
+        ring.oldest = ring.added = oldest
+        ring.upload()
+        ring.draw()
+        assert ring.drawn.unique().tolist() == [oldest]

@@ -1,7 +1,6 @@
 """The replay ring of the compiled scripts and the eager buffer, checked against a plain list of transitions."""
 
 import io
-import itertools
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -83,10 +82,15 @@ def step_all(ring, stream, happened):
         ring.add(before, after, action, reward, terminated, truncated)
 
 
+def sent(ring):
+    """How many transitions the device knows of."""
+    return ring.incoming.view(torch.int32)[0, -1].item()
+
+
 def draw(ring, newest):
     """Numbers drawn for the time when `newest` transitions are written."""
-    youngest = ring.draw(torch.tensor([newest]))
-    assert youngest == ring.drawn.max()
+    must_wait = ring.draw(coming=newest - sent(ring))
+    assert must_wait.tolist() == [ring.drawn.max().item() >= sent(ring)]
     return ring.drawn.flatten().clone()
 
 
@@ -101,7 +105,7 @@ def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_
         step_all(ring, stream, happened)
         ring.upload()
         ring.write()
-        assert ring.written.item() == len(happened)
+        assert sent(ring) == len(happened)
         first = max(len(happened) - 20, 0)
         drawn = set(draw(ring, len(happened)).tolist())
         assert drawn == set(range(first, len(happened))), "none is missing, none is sampled too long"
@@ -112,29 +116,28 @@ def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_
 @pytest.mark.parametrize("limit", [None, 50])  # with the latter fewer copies than truncations
 @pytest.mark.parametrize("num_envs, rows, capacity", [(1, 7, 20), (1, 12, 20), (3, 9, 20), (1, 12, 5), (3, 9, 4)])
 def test_ring_written_in_blocks_that_are_sometimes_half_filled(monkeypatch, num_envs, rows, capacity, limit, separate):
-    """Transitions are drawn up to two blocks before they are gathered, some of them before they have happened."""
+    """Transitions are drawn a block before they are gathered, some of them before they have happened."""
     if separate:
         monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
     lengths = [(1, "truncated")] if limit else MIXED
-    stream, happened, earlier = Stream(num_envs, lengths), [], []
+    stream, happened = Stream(num_envs, lengths), []
     ring = ReplayRing(args_of(capacity, num_envs, 500, train_frequency=rows), fake_env(limit), CPU)
     assert len(ring.staged) == rows
     sizes = [num_envs * (1 + block * 5 % (rows // num_envs)) for block in range(41)]
-    for size, next_size in itertools.pairwise(sizes):
-        drawn = [*earlier, draw(ring, len(happened) + size)]
-        earlier = [draw(ring, len(happened) + size + next_size)]
+    for size in sizes:
+        drawn = set(draw(ring, len(happened) + size).tolist())
+        assert max(drawn) >= len(happened), "some are still to come"
         for _ in range(size // num_envs):
             step_all(ring, stream, happened)
-        for number in {number for numbers in drawn for number in numbers.tolist() if number < ring.written}:
+        for number in {number for number in drawn if number < sent(ring)}:
             assert_holds(ring, happened[: number + 1], number)  # gathered while the block is staged
         ring.upload()
         for _ in range(2):  # the second time nothing is new
             ring.write()
-        assert ring.written.item() == len(happened)
-        assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - capacity, 0))
-        for number in {number for numbers in drawn for number in numbers.tolist()}:
+        assert sent(ring) == len(happened)
+        assert_holds(ring, happened, max(ring.oldest, len(happened) - capacity, 0))
+        for number in drawn:
             assert_holds(ring, happened[: number + 1], number)  # gathered after it
-        assert max(earlier[0].tolist()) >= len(happened), "some are still to come"
 
 
 def as_saved(ring):
@@ -167,8 +170,8 @@ def test_ring_goes_on_from_a_checkpoint_with_every_transition_as_it_happened(num
     stream.episode, stream.t = [episode + 1 for episode in stream.episode], [0] * num_envs
     for _ in range(30):
         first = max(0, len(happened) - (10**6 if grows else capacity))
-        assert ring.written.item() == ring.added == len(happened)
-        assert_holds(ring, happened, max(ring.oldest.item(), first))
+        assert sent(ring) == ring.added == len(happened)
+        assert_holds(ring, happened, max(ring.oldest, first))
         assert set(draw(ring, len(happened)).tolist()) == set(range(first, len(happened)))
         step_all(ring, stream, happened)
         ring.upload()
@@ -186,14 +189,14 @@ def test_ring_that_is_resumed_again_and_again_and_then_grows():
             step_all(ring, stream, happened)
             ring.upload()
             ring.write()
-        assert_holds(ring, happened, max(ring.oldest.item(), 0))
-        assert ring.oldest.item() < len(happened) - 15 or len(happened) < 20
+        assert_holds(ring, happened, max(ring.oldest, 0))
+        assert ring.oldest < len(happened) - 15 or len(happened) < 20
         state, arguments.total_timesteps = as_saved(ring), 400 if len(happened) >= 27 else 60
-        happened = happened[-len(state["rows"]) :]
+        happened = happened[-len(state["reward"]) :]
         ring = ReplayRing(arguments, env, CPU)
         ring.load_state_dict(state)
         stream.episode, stream.t = [stream.episode[0] + 1], [0]
-        assert_holds(ring, happened, max(ring.oldest.item(), 0))
+        assert_holds(ring, happened, max(ring.oldest, 0))
 
 
 def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation():
@@ -205,11 +208,11 @@ def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation()
         step_all(ring, stream, happened)
         ring.upload()
         ring.write()
-        assert_holds(ring, happened, max(ring.oldest.item(), len(happened) - 20))
-        assert ring.written.item() > ring.oldest.item()
+        assert_holds(ring, happened, max(ring.oldest, len(happened) - 20))
+        assert sent(ring) > ring.oldest
         for number in set(drawn_before.tolist()):  # drawn before the step, gathered after it
             assert_holds(ring, happened[: number + 1], number)
-    assert ring.oldest.item() > 80
+    assert ring.oldest > 80
 
 
 def test_ring_copies_what_it_is_given():
@@ -226,9 +229,10 @@ def test_ring_copies_what_it_is_given():
 
 
 def test_draws_are_uniform_and_reach_the_transitions_that_are_still_to_come():
-    ring = ReplayRing(args_of(10, 2, 50_000), fake_env(None), CPU)
+    ring = ReplayRing(args_of(10, 2, 50_000), fake_env(None), CPU, batches=2)
     assert ring.drawn.shape == (2, 50_000)
-    ring.written.fill_(37)
+    ring.added = 37
+    ring.upload()
     torch.manual_seed(0)
     counts = torch.bincount(draw(ring, 39) - 29, minlength=10)
     assert len(counts) == 10
@@ -236,7 +240,7 @@ def test_draws_are_uniform_and_reach_the_transitions_that_are_still_to_come():
 
 
 def test_batches_drawn_at_once_are_sampled_in_turn():
-    stream, ring, happened = Stream(3, MIXED), ReplayRing(args_of(20, 3, 8), fake_env(None), CPU), []
+    stream, ring, happened = Stream(3, MIXED), ReplayRing(args_of(20, 3, 8), fake_env(None), CPU, batches=3), []
     for _ in range(7):
         step_all(ring, stream, happened)
         ring.upload()
