@@ -658,12 +658,9 @@ class FlatModule:
     """
 
     def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
         owners = [part._parameters for part in module.modules()]
-        self.module, self.places = (
-            module,
-            [(owner, name) for owner in owners for name in owner if owner[name] is not None],
-        )
-        self.shapes = [parameter.shape for parameter in module.parameters()]
+        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
