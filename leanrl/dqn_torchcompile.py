@@ -49,6 +49,7 @@ import tyro
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
 from torch.func import grad_and_value
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 
@@ -132,6 +133,7 @@ def check_args(args: Args) -> None:
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
         ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
@@ -217,8 +219,8 @@ class Run:
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        # Modules do not count their optimisers and running statistics as a part of their state
-        parts = {"run": self, "agent": agent, **vars(agent), "buffer": None}
+        # The agent's attributes that have a state but are no modules: eager optimisers, running statistics
+        parts = {**vars(agent), "run": self, "agent": agent, "buffer": None}
         if getattr(args, "save_replay", False):
             parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
@@ -374,13 +376,15 @@ class Run:
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
         checkpoint |= {"global_step": self.global_step, "random": generators}
-        checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            if not all(tensor.isfinite().all() for tensor in self.parts["agent"].state_dict().values()):
-                raise ArithmeticError("a parameter is not finite")
+            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
+            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
+            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, ArithmeticError) as error:
-            self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -409,7 +413,8 @@ class Run:
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
         summary |= {"peak_memory_bytes": peak, "status": status}
-        if self.global_step > self.first_step and not self.is_cut:
+        is_whole = status != "interrupted" or (self.stop is not None and not self.is_cut)
+        if self.global_step > self.first_step and is_whole:
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
@@ -511,12 +516,11 @@ class ReplayRing:
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.batch_size, self.device, self.added = args.batch_size, device, 0
-        self.num_envs, self.rows = (
-            args.num_envs,
-            -(-getattr(args, "train_frequency", 1) // args.num_envs) * args.num_envs,
-        )
+        self.num_envs, frequency = args.num_envs, getattr(args, "train_frequency", 1)
+        self.rows = -(-frequency // args.num_envs) * args.num_envs  # that are staged, at the most
         self.slots = max(self.capacity, self.rows) + args.num_envs  # beyond the capacity: the newest next observations
-        longest = min(env.spec.max_episode_steps or 1, 100)  # without a limit every step might be a truncation
+        # Without a limit every step may be a truncation, and with one there may be others before it
+        longest = min(env.spec.max_episode_steps or 1, 100)
         self.copies = self.slots // longest + args.num_envs + self.rows + 1
         self.owners, self.truncations, self.oldest = [-1] * self.copies, 0, 0
 
@@ -538,8 +542,8 @@ class ReplayRing:
         # slots, and which transitions the ring has (in the first row)
         self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 1, 1, 4]
         self.staged, self.incoming = mirrored(self.rows, sum(self.widths), device=device)
-        *self.columns, numbers = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.numbers, self.filled = numbers.view(np.int32), 0
+        *self.columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.integers, self.filled = integers.view(np.int32), 0
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
         self.saved_nbytes = 4 * self.capacity * sum(self.widths)
 
@@ -560,13 +564,13 @@ class ReplayRing:
             self.columns, (observation, next_observation, action, reward, terminated), strict=True
         ):
             column[self.filled] = value
-        self.numbers[self.filled, :2] = self.added % self.slots, next_slot
+        self.integers[self.filled, :2] = self.added % self.slots, next_slot
         self.filled, self.added = self.filled + 1, self.added + 1
 
     def upload(self) -> None:
         """Sends the staged rows to the device."""
-        self.numbers[self.filled :, :2] = self.slots
-        self.numbers[0, 2:] = self.oldest, self.added
+        self.integers[self.filled :, :2] = self.slots
+        self.integers[0, 2:] = self.oldest, self.added
         self.incoming.copy_(self.staged, non_blocking=True)
         if self.sent is not None:
             self.sent.record()
@@ -574,8 +578,8 @@ class ReplayRing:
 
     def write(self) -> None:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
-        *values, numbers = self.incoming.split(self.widths, 1)
-        self.put(*numbers.view(torch.int32)[:, :2].long().unbind(1), *values)
+        *values, integers = self.incoming.split(self.widths, 1)
+        self.put(*integers.view(torch.int32)[:, :2].long().unbind(1), *values)
 
     def put(self, slot, next_slot, observation, next_observation, action, reward, terminated) -> None:
         """Puts transitions into these slots; [N], [N], and the rest [N, ...]."""
@@ -592,8 +596,8 @@ class ReplayRing:
         """
         oldest, newest = self.incoming[:1, -2:].view(torch.int32).long().unbind(1)
         oldest = torch.maximum(oldest, newest + coming - self.capacity)
-        random = torch.randint(2**62, self.drawn.shape, device=self.device)
-        self.drawn.copy_(oldest + random % (newest + coming - oldest).clamp(min=1))
+        draws = torch.randint(2**62, self.drawn.shape, device=self.device)
+        self.drawn.copy_(oldest + draws % (newest + coming - oldest).clamp(min=1))
         self.turn.zero_()
         return self.drawn.max() >= newest
 
@@ -610,9 +614,12 @@ class ReplayRing:
         return {name: value.float() for name, value in batch.items()}
 
     def state_dict(self) -> dict:
-        """Its transitions, for a checkpoint. All environments begin new episodes after it, as if truncated there."""
-        for send in (self.write, self.upload, self.write):
-            send()
+        """Its transitions, for a checkpoint, what is staged included. Environments begin new episodes after it: the
+        newest transitions are as if they had been truncated."""
+        self.write()
+        if self.filled:
+            self.upload()
+            self.write()
         number = torch.arange(max(self.oldest, self.added - self.capacity), self.added, device=self.device)
         is_copied = self.fields["next_slot"][number % self.slots] > self.slots
         is_copied[-self.num_envs :] = True
@@ -620,7 +627,9 @@ class ReplayRing:
 
     def load_state_dict(self, state: Mapping) -> None:
         """Fills a new ring, of the same capacity or a larger one."""
-        state = {name: value.to(self.device) for name, value in state.items()}
+        # Without the oldest, should there be more copies than leave room for the next
+        kept = state["is_copied"].flip(0).cumsum(0).flip(0) <= self.copies - self.rows
+        state = {name: value[kept].to(self.device) for name, value in state.items()}
         self.added, owners = len(state["reward"]), state.pop("is_copied").nonzero().squeeze(1)
         self.truncations, self.owners[: len(owners)] = len(owners), owners.tolist()
         slot = torch.arange(self.added, device=self.device)
@@ -683,7 +692,7 @@ class Adam(nn.Module):
 
 # ---- Compilation and capture ----
 def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, with which it ends."""
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for step in steps:
@@ -697,19 +706,23 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """
     started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
-    is_helped = run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume
-    if is_helped:
-        helper.start()
-    before = copy.deepcopy(agent.state_dict())  # now, as it starts threads, which do not live on in a forked process
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        steps[0]()
-        if is_helped:
+    try:
+        if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+            helper.start()
+        before = copy.deepcopy(
+            agent.state_dict()
+        )  # now, as it starts threads, which do not live on in a forked process
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            steps[0]()
             seconds = run.now() - started
-            helper.join(timeout=seconds if seconds > 8 else 0)  # no longer, should it hang; or all is in the cache
+            if helper.pid is not None and seconds > 8:  # else everything is in the cache already
+                helper.join(timeout=seconds)  # no longer, should it hang
+            for step in 4 * steps:
+                step()
+    finally:
+        if helper.pid is not None:
             helper.kill()
             helper.join()
-        for step in 4 * steps:
-            step()
     agent.load_state_dict(before)
     run.warmup_seconds += run.now() - started
 
@@ -732,7 +745,7 @@ class CompiledDQNAgent(nn.Module):
         self.target_network = nn.Buffer(self.q_network.clone())
         self.optimizer = Adam(self.q_network, args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
-        self.host_network, _ = mirrored(len(self.q_network), device=device)
+        self.host_network = torch.zeros(len(self.q_network), pin_memory=device.type == "cuda")
         layers = [layer.numpy().T for layer in self.q_module.split(self.host_network)]
         self.host_layers, self.is_stale = list(zip(layers[::2], layers[1::2], strict=True)), True
 

@@ -48,6 +48,7 @@ import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule
 from torch.func import grad_and_value
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 
@@ -135,6 +136,7 @@ def check_args(args: Args) -> None:
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
         ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
@@ -220,8 +222,8 @@ class Run:
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        # Modules do not count their optimisers and running statistics as a part of their state
-        parts = {"run": self, "agent": agent, **vars(agent), "buffer": None}
+        # The agent's attributes that have a state but are no modules: eager optimisers, running statistics
+        parts = {**vars(agent), "run": self, "agent": agent, "buffer": None}
         if getattr(args, "save_replay", False):
             parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
@@ -377,13 +379,15 @@ class Run:
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
         checkpoint |= {"global_step": self.global_step, "random": generators}
-        checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            if not all(tensor.isfinite().all() for tensor in self.parts["agent"].state_dict().values()):
-                raise ArithmeticError("a parameter is not finite")
+            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
+            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
+            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, ArithmeticError) as error:
-            self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -412,7 +416,8 @@ class Run:
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
         summary |= {"peak_memory_bytes": peak, "status": status}
-        if self.global_step > self.first_step and not self.is_cut:
+        is_whole = status != "interrupted" or (self.stop is not None and not self.is_cut)
+        if self.global_step > self.first_step and is_whole:
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
@@ -585,7 +590,7 @@ class Adam(nn.Module):
 
 # ---- Compilation and capture ----
 def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, with which it ends."""
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for step in steps:
@@ -599,19 +604,23 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """
     started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
-    is_helped = run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume
-    if is_helped:
-        helper.start()
-    before = copy.deepcopy(agent.state_dict())  # now, as it starts threads, which do not live on in a forked process
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-        steps[0]()
-        if is_helped:
+    try:
+        if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+            helper.start()
+        before = copy.deepcopy(
+            agent.state_dict()
+        )  # now, as it starts threads, which do not live on in a forked process
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            steps[0]()
             seconds = run.now() - started
-            helper.join(timeout=seconds if seconds > 8 else 0)  # no longer, should it hang; or all is in the cache
+            if helper.pid is not None and seconds > 8:  # else everything is in the cache already
+                helper.join(timeout=seconds)  # no longer, should it hang
+            for step in 4 * steps:
+                step()
+    finally:
+        if helper.pid is not None:
             helper.kill()
             helper.join()
-        for step in 4 * steps:
-            step()
     agent.load_state_dict(before)
     run.warmup_seconds += run.now() - started
 
@@ -634,7 +643,7 @@ class CompiledPPOAgent(nn.Module):
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
         self.module = FlatModule(CategoricalActorCritic(observation_dim, actions))
         self.network = nn.Buffer(self.module.flatten().to(device))
-        self.host_network, _ = mirrored(len(self.network), device=device)
+        self.host_network = torch.zeros(len(self.network), pin_memory=device.type == "cuda")
         layers = [layer.numpy().T for layer in self.module.split(self.host_network)]
         self.host_actor = layers[:6]  # its weights and biases; the critic's follow
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)

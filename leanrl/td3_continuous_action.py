@@ -45,6 +45,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 
@@ -121,6 +122,7 @@ def check_args(args: Args) -> None:
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
         ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
         ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
@@ -206,8 +208,8 @@ class Run:
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        # Modules do not count their optimisers and running statistics as a part of their state
-        parts = {"run": self, "agent": agent, **vars(agent), "buffer": None}
+        # The agent's attributes that have a state but are no modules: eager optimisers, running statistics
+        parts = {**vars(agent), "run": self, "agent": agent, "buffer": None}
         if getattr(args, "save_replay", False):
             parts["buffer"] = buffer
             place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
@@ -363,13 +365,15 @@ class Run:
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
         checkpoint |= {"global_step": self.global_step, "random": generators}
-        checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
         try:
-            if not all(tensor.isfinite().all() for tensor in self.parts["agent"].state_dict().values()):
-                raise ArithmeticError("a parameter is not finite")
+            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
+            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
+            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         except (OSError, RuntimeError, ArithmeticError) as error:
-            self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -398,7 +402,8 @@ class Run:
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
         summary |= {"peak_memory_bytes": peak, "status": status}
-        if self.global_step > self.first_step and not self.is_cut:
+        is_whole = status != "interrupted" or (self.stop is not None and not self.is_cut)
+        if self.global_step > self.first_step and is_whole:
             self.save()  # else there is nothing new, or a step may have been left in the middle
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk

@@ -7,6 +7,7 @@ import fcntl
 import importlib
 import io
 import json
+import math
 import os
 import resource
 import shutil
@@ -191,6 +192,33 @@ def test_a_run_that_has_finished_is_not_resumed(small_run, tmp_path):
     status, err = load(folder)
     assert status == 2 and err == "error: --total-timesteps 300: must be above the 300 made before\n"
     assert load(folder, total_timesteps=301) == (0, "")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("part", ["agent", "optimizer", "observation_moments", "return_variance"])
+def test_a_checkpoint_is_kept_if_a_number_of_the_next_is_not_finite(launch, monkeypatch, part, number):
+    module, saves = importlib.import_module("ppo_continuous_action"), []
+
+    def save(run):
+        state, broken = run.parts[part].state_dict(), not saves
+        values = {"agent": "network.log_std", "optimizer": "exp_avg"}.get(part, "squares")
+        if part == "optimizer":
+            state = next(iter(state["state"].values()))
+        if broken:
+            saves.append(run.global_step)
+            original(run)
+            before = contents(run.folder)["checkpoint.pt"]
+            state = dict(state) | {values: torch.as_tensor(state[values]) * number}
+            fake = SimpleNamespace(state_dict=lambda: {"state": state})
+            run.parts[part], kept = fake, run.parts[part]
+            original(run)
+            run.parts[part] = kept
+            assert contents(run.folder)["checkpoint.pt"] == before
+
+    original = module.Run.save
+    monkeypatch.setattr(module.Run, "save", save)
+    run = launch("ppo_continuous_action", *small("ppo_continuous_action"))
+    assert saves == [300] and run.err.count("not finite") == 1
 
 
 @pytest.mark.parametrize("script", NO_REPLAY)

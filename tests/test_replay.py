@@ -199,6 +199,50 @@ def test_ring_that_is_resumed_again_and_again_and_then_grows():
         assert_holds(ring, happened, max(ring.oldest, 0))
 
 
+@pytest.mark.parametrize("limit", [50, 1000], ids=["at its limit", "long before it"])
+@pytest.mark.parametrize("num_envs, capacity", [(1, 300), (4, 1000)])
+def test_ring_that_is_resumed_before_an_episode_ends(num_envs, capacity, limit):
+    """Each resume takes copies; there may be more than there is room for, or than leaves room for the next."""
+    arguments, env = args_of(capacity, num_envs, 2000), fake_env(limit)
+    stream, happened = Stream(num_envs, [(50 if limit == 50 else 2, "truncated")]), []
+    ring = ReplayRing(arguments, env, CPU, batches=num_envs)
+    for cycle in range(16):
+        for _ in range(203 if cycle == 0 else 3):
+            drawn = set(draw(ring, len(happened) + num_envs).tolist())
+            step_all(ring, stream, happened)
+            ring.upload()
+            ring.write()
+            for number in drawn:  # drawn before the step, gathered after it
+                assert_holds(ring, happened[: number + 1], number)
+        state = as_saved(ring)
+        ring = ReplayRing(arguments, env, CPU, batches=num_envs)
+        ring.load_state_dict(state)
+        happened = happened[-ring.added :]
+        assert ring.added >= min(3 * num_envs, len(ring.owners) - num_envs)
+        stream.episode, stream.t = [episode + 1 for episode in stream.episode], [0] * num_envs
+        assert_holds(ring, happened, 0)
+
+
+def test_a_row_is_not_touched_before_it_was_sent(monkeypatch):
+    """A save in the middle of a run comes when the device may still have to fetch the last rows."""
+
+    class Event:
+        def record(self):
+            self.is_reached = False
+
+        def synchronize(self):
+            self.is_reached = True
+
+    ring = ReplayRing(args_of(20), fake_env(None), CPU)
+    ring.sent = Event()
+    ring.sent.synchronize()
+    ring.add(np.ones(3), np.ones(3), np.ones(2), 1.0, False, False)
+    ring.upload()
+    before = ring.staged.clone().view(torch.int32)
+    ring.state_dict()
+    assert ring.sent.is_reached or torch.equal(ring.staged.view(torch.int32), before)
+
+
 def test_ring_drops_transitions_rather_than_bootstrap_from_a_wrong_observation():
     """An environment that truncates far earlier than its declared limit leaves fewer copies than truncations."""
     stream, happened = Stream(1, [(1, "truncated"), (2, "truncated")]), []
