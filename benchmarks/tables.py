@@ -109,8 +109,10 @@ def footer(path: Path, results: Path, result: dict) -> str:
 def scripts_table(results: Path) -> str:
     """What each script reached on its own task in its longest runs, and how fast, eager and compiled."""
     header = ["algorithm", "eager: read this first", "compiled: run this", "task", "return", "at steps", "seeds"]
-    learned, speeds = learning_results(results), [summarise(result["runs"]) for _, result in newest(results, "speed")]
-    devices = ["GPU" if result["device"] == "cuda" else "CPU" for _, result in newest(results, "speed")]
+    by_age = sorted((result for _, result in newest(results, "speed")), key=lambda result: result["started"])
+    latest = {result["device"]: result for result in by_age}  # there may be several machines of a kind
+    learned, devices = learning_results(results), sorted(latest)
+    speeds = [summarise(latest[device]["runs"]) for device in devices]
     rows = []
     for script, title in ALGORITHMS.items():
         task = re.search(r'env_id: str = "(.+)"', (SCRIPTS / f"{script}.py").read_text())[1]
@@ -128,7 +130,8 @@ def scripts_table(results: Path) -> str:
             others = [line for variant, line in own.items() if variant != "eager"]
             fastest = max(others, key=lambda line: line["fps"], default=None)
             rows[-1] += [show(line["fps"], 0) if line else "" for line in (own.get("eager"), fastest)]
-    header += [f"steps/s, {device}, {version}" for device in devices for version in ("eager", "compiled")]
+    names = {"cpu": "CPU", "cuda": "GPU"}
+    header += [f"steps/s, {names[device]}, {version}" for device in devices for version in ("eager", "compiled")]
     note = (
         "Return: mean of the last 100 training episodes ± standard deviation over the seeds, of the longest runs there"
     )

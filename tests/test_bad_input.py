@@ -117,6 +117,11 @@ def test_rollouts_that_do_not_divide(refused, script):
     assert "--total-timesteps 511: must be at least a rollout, num_envs * num_steps = 512" in err
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_steps_fit_into_an_integer_of_the_ring(refused, script):
+    assert f"--total-timesteps {2**31}: must be below 2**31" in refused(script, "--total-timesteps", 2**31)
+
+
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ON_POLICY])
 def test_numbers_that_do_not_fit_each_other(refused, script):
     for starts in (100, 101):

@@ -352,6 +352,12 @@ def test_scripts_table(tmp_path, results):
     rows = {line.split(" | ")[0]: line for line in tables.scripts_table(results).splitlines()}
     assert "| CartPole-v1 | 100.5 | 2,000 | 1 |" in rows["| DQN"]  # the longest run with the defaults
     assert rows["| SAC"].endswith("| HalfCheetah-v4 |  |  |  | 80 | 160 |") and rows["| DQN"].endswith("|  |  |")
+    newer = made_up_result(
+        "speed", [made_up_run("sac_continuous_action", "eager", 1, 70.0)], "2026-01-03", cpu="Another"
+    )
+    (results / "speed_another.json").write_text(json.dumps(newer))
+    rows = {line.split(" | ")[0]: line for line in tables.scripts_table(results).splitlines()}
+    assert rows["| SAC"].endswith("| HalfCheetah-v4 |  |  |  | 70 |  |"), "of several machines of a kind the last"
     scripts = {path.stem.removesuffix("_torchcompile") for path in (ROOT / "leanrl").glob("*.py")}
     assert set(tables.ALGORITHMS) == scripts
 
