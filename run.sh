@@ -29,6 +29,7 @@ usage() {
 ./run.sh setup                   only set up: makes .venv and installs the tested versions of what the scripts need
 ./run.sh test [PYTEST ARGS]      set up, then run the tests
 ./run.sh train SCRIPT [FLAGS]    set up, then run leanrl/SCRIPT.py; --help as a flag lists its flags
+./run.sh bench [FLAGS]           set up, then compare the scripts' variants: --quick takes 5 minutes, the default hours
 ./run.sh help                    print this
 
 Scripts:$(scripts)
@@ -67,14 +68,24 @@ find_python() {
 
 python_version() { "$1" -c 'import sys; print("python%d.%d" % sys.version_info[:2])' 2>/dev/null || echo "no python"; }
 
+# Prints the kinds of requirements up to $1: each holds those before it.
+kinds_up_to() {
+    local kind
+    for kind in core envpool bench dev; do
+        echo "$kind"
+        [[ $kind != "$1" ]] || return 0
+    done
+}
+
+# Prints the requirement file of the kind $1.
+requirement_file() { echo "$requirements/requirements$([[ $1 == core ]] || echo "-$1").txt"; }
+
 # What the stamp of a complete install says: the Python version and a hash of each file that decides what is installed.
 stamp_text() {
-    local files=("$requirements/constraints.txt" "$requirements/requirements.txt")
-    [[ $1 == core ]] || files+=("$requirements/requirements-envpool.txt")
-    [[ $1 == dev ]] && files+=("$requirements/requirements-dev.txt")
     python_version "${PYTHON:-$venv/bin/python}"
-    local file
-    for file in "${files[@]}"; do cksum <"$file"; done
+    cksum <"$requirements/constraints.txt"
+    local kind
+    for kind in $(kinds_up_to "$1"); do cksum <"$(requirement_file "$kind")"; done
 }
 
 is_installed() {
@@ -111,8 +122,7 @@ make_venv() {
     fi
 }
 
-# Makes .venv hold the requirements of $1 completely (core; envpool, with core; dev, with both); calls pip only if it
-# does not hold them yet.
+# Makes .venv hold the requirements of $1 completely; calls pip only if it does not hold them yet.
 install() {
     is_installed "$1" && return
     # The lock lives as long as this subshell and the pip that it starts: also when this shell is killed, the next
@@ -137,16 +147,13 @@ install_locked() {
 
     pip=("$venv/bin/python" -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python "$venv/bin/python")
-    file=$requirements/requirements.txt
-    [[ $kind == core ]] || file=$requirements/requirements-$kind.txt
+    file=$(requirement_file "$kind")
     if ! "${pip[@]}" install -qq --no-input --disable-pip-version-check -r "$file" -c "$requirements/constraints.txt"; then
         note "the install broke off; the next ./run.sh takes it up again"
         exit 1
     fi
 
-    stamp_text core >"$venv/.stamp-core"
-    [[ $kind == core ]] || stamp_text envpool >"$venv/.stamp-envpool"
-    [[ $kind == dev ]] && stamp_text dev >"$venv/.stamp-dev"
+    for kind in $(kinds_up_to "$kind"); do stamp_text "$kind" >"$venv/.stamp-$kind"; done
     rm -f -- "$venv/.installing"
 }
 
@@ -206,11 +213,15 @@ case $command in
         cd -- "$root"
         exec "$venv/bin/python" -m pytest "$@"
         ;;
+    bench)
+        install bench
+        exec "$venv/bin/python" "$root/benchmarks/compare.py" "$@"
+        ;;
     setup)
         [[ $# -eq 0 ]] || die "setup takes no arguments, got: $*"
         install core
         note ".venv is ready"
         ;;
     help | -h | --help) usage ;;
-    *) die "unknown command '$command'; the commands are: setup, test, train, help (or none: a short training run)" ;;
+    *) die "unknown command '$command'; the commands are: bench, setup, test, train, help (or none: a short training run)" ;;
 esac

@@ -38,6 +38,7 @@ import torch.nn as nn
 import tyro
 from tqdm import tqdm
 
+from intervals import bootstrap_interval, interquartile_mean
 from speed import SCRIPTS, fail, print_table, show
 
 sys.path.insert(0, str(SCRIPTS))  # the networks are those of the scripts
@@ -365,19 +366,6 @@ def evaluate(agent: Agent, policy: Callable, args: Args) -> list[dict]:
 # ---- Results ----
 HEADER = ["run", "environment", "step", "episodes"]
 HEADER += ["mean", "interquartile mean", "95 % interval of the mean", "in training"]
-
-
-def interquartile_mean(values: Sequence[float]) -> float:
-    """Mean of the middle half: without the lowest and the highest quarter, rounded down."""
-    cut = len(values) // 4
-    return statistics.fmean(sorted(values)[cut : len(values) - cut])
-
-
-def bootstrap_interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of the mean."""
-    drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
-    low, high = np.percentile(drawn.mean(1), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def table_row(agent: Agent, episodes: Sequence[dict]) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Annotated
 
 import tyro
 
-from speed import FLAGS, RESULTS, SCRIPTS, fail, stop, terminate_like_interrupt
+from speed import FLAGS, RESULTS, SCRIPTS, defaults_of, fail, stop, terminate_like_interrupt
 
 LEARNING = RESULTS / "learning"
 SAC, TD3, PPO = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "ppo_torchcompile"
@@ -153,9 +153,7 @@ def losses_of(metrics: dict[str, list]) -> dict[str, list]:
 
 def changed_from_defaults(script: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """The hyperparameters among `arguments` that differ from the defaults in the script's `Args`."""
-    nodes = ast.parse((SCRIPTS / f"{script}.py").read_text()).body
-    fields = [f for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Args" for f in node.body]
-    defaults = {f.target.id: ast.literal_eval(f.value) for f in fields if isinstance(f, ast.AnnAssign)}
+    defaults = defaults_of(script)
     names = [name for name in defaults if name in arguments and name not in NO_HYPERPARAMETER]
     return {name: arguments[name] for name in names if arguments[name] != defaults[name]}
 

@@ -16,6 +16,7 @@ The result is a JSON file, written anew after each run, so that a benchmark that
 Nothing else should run on the machine meanwhile; its load before each run is recorded.
 """
 
+import ast
 import contextlib
 import datetime
 import json
@@ -141,10 +142,16 @@ def stop(process: subprocess.Popen) -> None:
             process.wait(patience)
 
 
-def run_process(command: Sequence[str], timeout: float, environment: dict[str, str] | None = None):
+def run_process(
+    command: Sequence[str],
+    timeout: float,
+    environment: dict[str, str] | None = None,
+    watch: Callable[[int], contextlib.AbstractContextManager] = contextlib.nullcontext,
+):
     """Runs a command to its end; returns (exit status, None after `timeout` seconds), stdout and stderr.
 
-    Whatever interrupts this call, Ctrl-C included, ends the command and its children.
+    Whatever interrupts this call, Ctrl-C included, ends the command and its children. The context `watch(pid)` is that
+    in which it runs.
     """
     process = subprocess.Popen(
         command,
@@ -157,7 +164,8 @@ def run_process(command: Sequence[str], timeout: float, environment: dict[str, s
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=max(timeout, 0))
+        with watch(process.pid):
+            out, err = process.communicate(timeout=max(timeout, 0))
         return process.returncode, out, err
     except subprocess.TimeoutExpired:
         stop(process)
@@ -189,8 +197,18 @@ def ask(program: str, environment: dict[str, str] | None = None) -> dict:
 
 
 # ---- One run ----
-def run_script(name: str, flags: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> dict:
-    """Runs leanrl/`name`.py once; what came of it, with `status` finished or failed and the script's summary."""
+def run_script(
+    name: str,
+    flags: Sequence[str],
+    timeout: float,
+    environment: dict[str, str] | None = None,
+    watch: Callable[[int], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    collect: Callable[[Path], dict] = lambda folder: {},
+) -> dict:
+    """Runs leanrl/`name`.py once; what came of it, with `status` finished or failed and the script's summary.
+
+    `watch` is `run_process`'s; what `collect` makes of the folder of a finished run becomes a part of the record.
+    """
     record = {
         "command": shlex.join(["python", f"leanrl/{name}.py", *flags]),
         "load_before": round(os.getloadavg()[0], 2),
@@ -198,14 +216,16 @@ def run_script(name: str, flags: Sequence[str], timeout: float, environment: dic
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         command = [sys.executable, str(SCRIPTS / f"{name}.py"), *flags, "--output-dir", folder]
-        code, out, err = run_process(command, timeout, environment)
+        code, out, err = run_process(command, timeout, environment, watch)
         record["process_seconds"] = round(time.perf_counter() - started, 2)
         summaries = list(Path(folder).glob("*/summary.json"))
         summary = json.loads(summaries[0].read_text()) if len(summaries) == 1 else None
         record["ended"] = round(summaries[0].stat().st_mtime, 2) if summary else round(time.time(), 2)
+        is_finished = code == 0 and summary and summary["status"] == "finished"
+        record |= collect(summaries[0].parent) if is_finished else {}
     if buffer := re.search("^replay buffer: (.+)$", out, re.MULTILINE):
         record["replay_buffer"] = buffer[1]
-    if code == 0 and summary and summary["status"] == "finished":
+    if is_finished:
         return record | {"status": "finished", "summary": summary}
     lines = err.strip().splitlines() or ["no message"]
     reason = f"stopped after {timeout:.0f} s" if code is None else f"exit status {code}: {scrub(lines[-1])}"
@@ -213,7 +233,14 @@ def run_script(name: str, flags: Sequence[str], timeout: float, environment: dic
 
 
 def script_of(script: str, variant: str) -> str:
-    return script if variant == "eager" else f"{script}_torchcompile"
+    return {"eager": script, "jax": f"{script}_jax"}.get(variant, f"{script}_torchcompile")
+
+
+def defaults_of(script: str) -> dict[str, object]:
+    """The defaults in the `Args` of leanrl/`script`.py, without running it."""
+    nodes = ast.parse((SCRIPTS / f"{script}.py").read_text()).body
+    fields = [f for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Args" for f in node.body]
+    return {field.target.id: ast.literal_eval(field.value) for field in fields if isinstance(field, ast.AnnAssign)}
 
 
 def is_comparable(args: Args, script: str) -> bool:
@@ -316,11 +343,11 @@ def show(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows of cells in columns, the first two to the left."""
+def print_table(rows: Sequence[Sequence[str]], left: int = 2) -> None:
+    """Prints rows of cells in columns, the first `left` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         print("  ".join(cells).rstrip())
 
 
@@ -363,19 +390,23 @@ def new_result(kind: str, args: object, probe: dict, device: str) -> dict:
     """A result with nothing measured yet."""
     command = ["python", f"benchmarks/{Path(sys.argv[0]).name}"]
     command += [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    settings = {key: value for key, value in vars(args).items() if key != "output"}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "against")}
     result = {"kind": kind, "command": shlex.join(command), "started": now(), "ended": None, "device": device}
     result |= {"hardware": hardware(probe), "versions": {"python": platform.python_version(), "torch": probe["torch"]}}
     return result | {"settings": settings, "medians": [], "runs": []}
 
 
 def write(result: dict, path: Path) -> None:
+    save(result, path, (summarise_warmup if result["kind"] == "warmup" else summarise)(result["runs"]))
+
+
+def save(result: dict, path: Path, medians: list[dict], indent: int | None = 1) -> None:
     """Writes the result with its medians; the file is at every moment a whole one."""
-    result["medians"] = (summarise_warmup if result["kind"] == "warmup" else summarise)(result["runs"])
+    result["medians"] = medians
     for run in finished(result["runs"]):
         result["versions"] |= run["summary"]["versions"]
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    part.write_text(json.dumps(result, indent=indent, default=str) + "\n")
     part.replace(path)
 
 
@@ -482,8 +513,19 @@ def check_args(args: Args, device: str) -> None:
         fail(f"--output {args.output}: must be a file in a folder that exists")
 
 
+def possible_variants(device: str) -> list[str]:
+    return [variant for variant in ("eager", *FLAGS) if device == "cuda" or "cudagraphs" not in variant]
+
+
+def warn_if_busy() -> None:
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"note: the machine is not quiet (load {load:.1f}), which falsifies every figure", file=sys.stderr)
+
+
 @contextlib.contextmanager
-def until_stopped(result: dict, output: Path) -> Iterator[None]:
+def until_stopped(
+    result: dict, output: Path, write: Callable = write, print_result: Callable = print_result
+) -> Iterator[None]:
     """Prints the table at the end, also of a benchmark that is stopped."""
     try:
         yield
@@ -506,10 +548,8 @@ def main(args: Args) -> None:
         RESULTS.mkdir(exist_ok=True)
     output = args.output or result_path(kind, device, probe)
     result = new_result(kind, args, probe, device)
-    if (load := os.getloadavg()[0]) > 0.5:
-        print(f"note: the machine is not quiet (load {load:.1f}), which falsifies every figure", file=sys.stderr)
-    possible = ["eager", "none", "compile"] + (["cudagraphs", "compile+cudagraphs"] if device == "cuda" else [])
-    variants = list(dict.fromkeys(args.variants)) or possible
+    warn_if_busy()
+    variants = list(dict.fromkeys(args.variants)) or possible_variants(device)
     with until_stopped(result, output):
         if args.warmup:
             arms = [(script, variant) for script in scripts for variant in variants if variant not in ("eager", "none")]

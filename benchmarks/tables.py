@@ -4,9 +4,9 @@
     python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is scripts, speed, warmup or learning.
-Speed and warm-up come from the newest file in benchmarks/results/ of each machine, learning from all in its folder
-learning/, and the table of scripts from both.
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is scripts, speed, warmup, compare or
+learning. Speed, warm-up and comparison come from the newest file in benchmarks/results/ of each machine, learning from
+all in its folder learning/, and the table of scripts from speed and learning.
 """
 
 import json
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import tyro
 
+import compare
 from speed import RESULTS, ROOT, SCRIPTS, fail, show, summarise, summarise_warmup
 
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
@@ -177,6 +178,15 @@ def warmup_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py --warmup` makes them."
 
 
+def compare_table(results: Path) -> str:
+    parts = []
+    for path, result in newest(results, "compare"):
+        header, rows = compare.table(result | {"medians": compare.summarise(result["runs"])})
+        table = markdown(header, [[f"`{script}`", *cells] for script, *cells in rows], 3)
+        parts.append(f"{table}\n\n{' '.join(compare.notes_of(result))} {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/compare.py` makes them."
+
+
 def mean_and_deviation(values: Sequence[float | None]) -> str:
     """Mean ± sample standard deviation."""
     values = [value for value in values if value is not None]
@@ -210,7 +220,8 @@ def learning_table(results: Path) -> str:
     )
 
 
-TABLES = {"scripts": scripts_table, "speed": speed_table, "warmup": warmup_table, "learning": learning_table}
+TABLES = {"scripts": scripts_table, "speed": speed_table, "warmup": warmup_table, "compare": compare_table}
+TABLES |= {"learning": learning_table}
 
 
 def fill(text: str, results: Path) -> str:

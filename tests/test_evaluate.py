@@ -311,17 +311,6 @@ def test_a_program_that_acts_otherwise_is_not_written(folder_of, tmp_path, monke
     assert contents(tmp_path) == before
 
 
-# ---- Statistics ----
-def test_statistics():
-    assert evaluate.interquartile_mean([100, 1, 2, 3, 4, 5, 6, -100]) == 3.5
-    assert evaluate.interquartile_mean([1, 5, 9]) == 5  # a quarter of three is none
-    assert evaluate.bootstrap_interval([7.0, 7.0]) == (7, 7)
-    values = np.random.default_rng(3).normal(10, 2, 400)
-    low, high = evaluate.bootstrap_interval(values)
-    half = 1.96 * values.std() / 20
-    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.02)
-
-
 # ---- Video ----
 @pytest.fixture
 def undisplayed(monkeypatch):

@@ -108,7 +108,7 @@ def test_constraints_hold_what_the_requirements_need():
     pinned = pins()
     todo = [
         Requirement(line)
-        for name in ("requirements.txt", "requirements-envpool.txt", "requirements-dev.txt")
+        for name in ("requirements.txt", "requirements-envpool.txt", "requirements-bench.txt", "requirements-dev.txt")
         for line in requirement_lines(ROOT / "requirements" / name)
     ]
     seen = set()

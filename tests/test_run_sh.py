@@ -117,7 +117,7 @@ def test_help(copy, word):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["'trian'", "setup, test, train, help"]),
+        (["trian"], ["'trian'", "bench, setup, test, train, help"]),
         (["--compile"], ["'--compile'", "train"]),
         (["train"], ["SCRIPT", "dqn"]),
         (["train", "dqm"], ["'dqm'", "dqn"]),
@@ -178,6 +178,23 @@ def test_an_atari_script_gets_envpool(copy):
     assert copy.log() == []
     copy.run("test")  # needs it, too
     copy.run("train", "atari")
+    assert copy.log() == ["pip"]
+
+
+def test_bench_sets_up_and_passes_the_flags_on(copy):
+    out, error = copy.run("bench", "--quick", "--output", "a b.json")
+    assert (
+        out == f"ran: {copy.root}/benchmarks/compare.py --quick --output a b.json\n" and "bench requirements" in error
+    )
+    assert copy.log() == ["made", "pip"]
+    for command in (["bench"], ["train", "atari"], ["train", "dqn"]):  # it holds what these need
+        copy.run(*command)
+    assert copy.log() == []
+    with (copy.root / "requirements" / "requirements-bench.txt").open("a") as file:
+        file.write("more\n")
+    copy.run("train", "atari")
+    assert copy.log() == []
+    copy.run("bench")
     assert copy.log() == ["pip"]
 
 

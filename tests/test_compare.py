@@ -1,0 +1,556 @@
+"""compare.py and report.py: plans, resumption, failures, sampling, statistics with known answers, tables and pictures.
+
+A stand-in for the scripts, which writes its files at once, and made-up results: nothing here trains.
+"""
+
+import base64
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import compare  # noqa: E402
+import intervals  # noqa: E402
+import report  # noqa: E402
+import speed  # noqa: E402
+import tables  # noqa: E402
+
+PROBE = {"torch": "2.13.0", "threads": 2, "gpu": None}
+
+# Stands in for dqn.py (100 steps/s and its seed), dqn_torchcompile.py (400, and times $FACTOR) and dqn_jax.py. The
+# compiled one fails with 3 environments, unless $HEALED is set. Its returns are its seed times its step.
+SCRIPT = """
+import json, os, pathlib, sys
+class Args:
+    env_id: str = "CartPole-v1"
+    num_envs: int = 2
+flags = dict(zip(sys.argv[1:], sys.argv[2:]))
+compiled, seed = "torchcompile" in sys.argv[0], int(flags["--seed"])
+if compiled and flags["--num-envs"] == "3" and "HEALED" not in os.environ:
+    print("a note", file=sys.stderr)
+    sys.exit(print("error: --num-envs 3: no", file=sys.stderr) or 2)
+folder = pathlib.Path(flags["--output-dir"], "run")
+folder.mkdir()
+lines = [{"global_step": i, "wall_time": i / 8, "fps": 8.0, "episode_return": seed * i or None} for i in range(500)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+summary = {"status": "finished", "fps": (400.0 if compiled else 100.0) * float(os.environ.get("FACTOR", 1)) + seed,
+           "warmup_seconds": 1.5, "peak_memory_bytes": 1000, "versions": {"gymnasium": "1.4.0"}}
+(folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Puts the stand-in in the place of leanrl/dqn*.py, and a made-up machine in that of this one."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in ("dqn", "dqn_torchcompile", "dqn_jax"):
+        (folder / f"{name}.py").write_text(SCRIPT)
+    monkeypatch.setattr(speed, "SCRIPTS", folder)
+    monkeypatch.setattr(speed, "ask", lambda program: PROBE)
+    return folder
+
+
+def bench(output: Path, *flags: str, status: int | None = None) -> dict:
+    """Runs compare.py with a result file; what that holds then. `status`: the exit status to expect, None if none."""
+    args = tyro.cli(compare.Args, args=["--output", str(output), *flags])
+    if status is None:
+        compare.main(args)
+    else:
+        with pytest.raises(SystemExit) as error:
+            compare.main(args)
+        assert error.value.code == status
+    return json.loads(output.read_text()) if output.exists() else {}
+
+
+def refusal(capsys) -> str:
+    """What a refusal says, which is one line on stderr."""
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def made_up_run(variant: str, seed: int, fps: float | None, script: str = "dqn", num_envs: int = 1, **more) -> dict:
+    arm = {"script": script, "env_id": "CartPole-v1", "num_envs": num_envs, "variant": variant, "seed": seed}
+    run = arm | {"command": f"python leanrl/{script}.py --seed {seed}", "process_seconds": 10.0}
+    if fps is None:
+        return run | {"status": "failed", "reason": "exit status 1: error: <none>", "summary": None}
+    summary = {"fps": fps, "warmup_seconds": 4.0, "peak_memory_bytes": 5 * 10**8, "versions": {"torch": "2.13.0"}}
+    curve = {"global_step": [0, 10, 20], "wall_time": [0.0, 1.0, 2.0], "episode_return": [None, 1.0 * seed, 3.0 * seed]}
+    use = {"seconds": [1.0, 2.0], "cpu": [1.0, 2.0], "memory": [0.25, 0.5]}
+    run |= {"status": "finished", "summary": summary, "curve": curve, "use": use}
+    return run | {"areas": {"cpu": 3.0, "memory": 0.75}} | more
+
+
+def made_up_result(runs: list[dict], **hardware) -> dict:
+    about = {"cpu": "A Processor", "cores": 2, "torch_threads": 2, "gpu": None} | hardware
+    result = {"kind": "compare", "command": "python benchmarks/compare.py --scripts dqn", "device": "cpu"}
+    result |= {"started": "2026-01-02T03:04:05+00:00", "ended": "2026-01-02T03:14:05+00:00", "hardware": about}
+    result |= {"versions": {"python": "3.12.1", "torch": "2.13.0"}, "settings": {"quick": False, "scripts": ["dqn"]}}
+    return result | {"medians": compare.summarise(runs), "runs": runs}
+
+
+RUNS = [
+    # The slow eager run fell together with a slow compiled one, so that the two kinds of ratio differ
+    *(made_up_run("compile", seed, fps) for seed, fps in ((1, 150), (2, 160), (3, 240), (4, None))),
+    *(made_up_run("eager", seed, fps) for seed, fps in ((1, 50), (2, 100), (3, 80))),
+]
+
+
+# ---- Statistics ----
+def test_interquartile_mean():
+    assert intervals.interquartile_mean([100, 1, 2, 3, 4, 5, 6, -100]) == 3.5
+    assert intervals.interquartile_mean([1, 5, 9]) == 5  # a quarter of three is none
+    assert intervals.interquartile_mean([[0, 1], [2, 3], [4, 8], [100, -100]]).tolist() == [3, 2]
+    assert intervals.interquartile_mean([[0, 2, 4, 100]], axis=1).tolist() == [3]
+
+
+def test_interval_of_a_mean_is_that_of_the_normal_distribution():
+    assert intervals.bootstrap_interval([7.0, 7.0]).tolist() == [7, 7]
+    values = np.random.default_rng(3).normal(10, 2, 400)
+    half = 1.96 * values.std() / 20
+    expected = (values.mean() - half, values.mean() + half)
+    assert intervals.bootstrap_interval(values) == pytest.approx(expected, abs=0.02)
+    columns = intervals.bootstrap_interval(np.stack([values, 2 * values], axis=1))
+    assert columns[:, 1] == pytest.approx(2 * columns[:, 0])
+
+
+def test_interval_of_a_median_is_that_of_order_statistics():
+    """The median of N draws is at most the k-th value if more than N / 2 draws are, which is binomially distributed.
+
+    P(median ≤ lowest) is 0.26 for N = 3 and 0.058 for N = 5, above 0.025: the interval is the range. For N = 7 it is
+    0.010, and 0.11 for the second lowest.
+    """
+    for count, expected in ((3, (1, 3)), (5, (1, 5)), (7, (2, 6))):
+        assert tuple(intervals.bootstrap_interval(np.arange(1, count + 1), np.median)) == expected
+    # The resamples of both are independent: the extremes of one meet those of the other (0.26² is above 0.025)
+    assert intervals.ratio_interval([1, 2, 3], [10, 20, 30]) == pytest.approx((1 / 30, 3 / 10))
+
+
+def test_area_under_samples():
+    assert compare.area([1, 2, 4], [10, 20, 30], 5) == 10 + 20 + 60 + 30
+    assert compare.area([], [], 5) == 0
+
+
+def test_medians_and_ratios():
+    eager, compiled = compare.summarise(RUNS)
+    assert (eager["variant"], eager["fps"], eager["fps_interval"], eager["times_eager"]) == ("eager", 80, [50, 100], 1)
+    assert (compiled["fps"], compiled["fps_interval"]) == (160, [150, 240])
+    assert (compiled["times_eager"], compiled["times_eager_interval"]) == (3, [1.6, 3])  # of 3, 1.6 and 3
+    assert (compiled["runs"], compiled["failed"], compiled["reason"]) == (3, 1, "exit status 1: error: <none>")
+    assert compiled["areas"] == {"cpu": 3.0, "memory": 0.75, "gpu": None, "gpu_memory": None}
+    (alone,) = compare.summarise([made_up_run("compile", 1, 5.0)])
+    assert (alone["fps"], alone["fps_interval"], alone["times_eager"]) == (5, None, None)
+
+
+# ---- Sampling ----
+CHILD = """
+import time
+held = b"x" * 200_000_000
+while time.process_time() < 0.6: pass
+"""
+
+
+def test_sampler_counts_descendants():
+    sampler = compare.Sampler(None, interval=0.02)
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
+    code, _, err = speed.run_process([sys.executable, "-c", parent], 30, watch=sampler.during)
+    assert code == 0, err
+    record = sampler.record()
+    assert max(record["use"]["memory"]) > 0.2
+    assert 0.4 < record["areas"]["cpu"] < 1.2  # core·s: what the child was told to take, and what they took to begin
+    assert record["use"].keys() == {"seconds", "cpu", "memory"}
+
+
+def test_long_curves_are_thinned_and_their_areas_are_not():
+    sampler = compare.Sampler(None)
+    sampler.samples = [{"seconds": i + 1.0, "cpu": 5.0 if i == 1 else 0.0, "memory": 0.5} for i in range(1000)]
+    sampler.end = 1000.0
+    record = sampler.record()
+    assert len(record["use"]["cpu"]) == 200 and record["areas"] == {"cpu": 5.0, "memory": 500.0}
+
+
+def test_gpu_is_sampled_where_there_is_one(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def utilisation(handle):
+        if handle == "MIG-7":
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=25)
+
+    def init():
+        if "BROKEN" in os.environ:
+            raise NVMLError("Driver Not Loaded")
+
+    memory = lambda handle: SimpleNamespace(used=3e9)  # noqa: E731
+    nvml = SimpleNamespace(NVMLError=NVMLError, nvmlInit=init, nvmlDeviceGetHandleByIndex=int)
+    nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetUtilizationRates, nvml.nvmlDeviceGetMemoryInfo = (
+        str, utilisation, memory
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    for visible, handle in (("", 0), ("2,0", 2), ("MIG-7", "MIG-7")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert compare.open_gpu() == handle
+    assert compare.gpu_use(0) == {"gpu": 0.25, "gpu_memory": 3.0}
+    assert compare.gpu_use("MIG-7") == {"gpu_memory": 3.0}
+    monkeypatch.setenv("BROKEN", "yes")
+    assert compare.open_gpu() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert compare.open_gpu() is None
+
+
+# ---- Plans and runs ----
+def test_arms_take_turns(stand_in):
+    args = compare.Args(scripts=("dqn",), env_ids=("A-v0", "B-v0"), seeds=(1, 2))
+    plan = compare.plan_of(args, "cpu")
+    assert [arm[1:] for arm in plan] == [
+        (env_id, 2, variant, seed)  # two environments are the script's default
+        for seed in (1, 2)
+        for env_id in ("A-v0", "B-v0")
+        for variant in ("eager", "none", "compile", "jax")
+    ]
+    counts = compare.plan_of(compare.Args(scripts=("dqn",), num_envs=(1, 8), variants=("eager",), seeds=(1,)), "cpu")
+    assert [(arm.env_id, arm.num_envs) for arm in counts] == [("CartPole-v1", 1), ("CartPole-v1", 8)]
+
+
+def test_jax_is_compared_where_there_is_a_script(stand_in, capsys):
+    (stand_in / "dqn_jax.py").unlink()
+    assert {arm.variant for arm in compare.plan_of(compare.Args(scripts=("dqn",)), "cpu")} == {
+        "eager",
+        "none",
+        "compile",
+    }
+    with pytest.raises(SystemExit):
+        compare.plan_of(compare.Args(scripts=("dqn",), variants=("eager", "jax")), "cpu")
+    assert "--variants jax: there is no leanrl/dqn_jax.py" in refusal(capsys)
+
+
+def test_every_script_is_compared_by_default():
+    plan = compare.plan_of(compare.Args(), "cuda")
+    for arm in plan:
+        assert (ROOT / "leanrl" / f"{speed.script_of(arm.script, arm.variant)}.py").is_file()
+    assert {arm.variant for arm in plan} >= {"eager", "none", "compile", "cudagraphs", "compile+cudagraphs"}
+
+
+def test_a_comparison(stand_in, tmp_path, capsys):
+    result = bench(tmp_path / "c.json", "--scripts", "dqn", "--variants", "eager", "compile", "--seeds", "1", "2")
+    assert [(run["variant"], run["seed"]) for run in result["runs"]] == [
+        ("eager", 1), ("compile", 1), ("eager", 2), ("compile", 2)
+    ]  # fmt: skip
+    command = "python leanrl/dqn_torchcompile.py --compile --env-id CartPole-v1 --num-envs 2 --seed 1 --no-cuda"
+    assert result["runs"][1]["command"].startswith(f"{command} --learning-starts 1000 --total-timesteps ")
+    curve = result["runs"][2]["curve"]
+    assert curve.keys() == {"global_step", "wall_time", "episode_return"}
+    assert len(curve["global_step"]) == 200 and (curve["global_step"][-1], curve["episode_return"][-1]) == (499, 998)
+    assert [line["fps"] for line in result["medians"]] == [101.5, 401.5]
+    assert result["versions"]["gymnasium"] == "1.4.0" and result["ended"] and result["left_out"] == 0
+    out = capsys.readouterr().out
+    assert "[1/4] dqn eager, CartPole-v1 × 2, seed 1: 101.0 steps/s" in out
+    assert re.search(r"\[4/4\] dqn compile, CartPole-v1 × 2, seed 2 \(about 0 s left\): 402.0 steps/s", out)
+    assert str(tmp_path) not in (tmp_path / "c.json").read_text()
+
+
+def test_whole_runs_keep_the_scripts_own_start_of_learning(stand_in, tmp_path):
+    flags = [
+        "--scripts",
+        "dqn",
+        "--variants",
+        "eager",
+        "--seeds",
+        "1",
+        "--total-timesteps",
+        "77",
+        "--flags=--gamma 0.5",
+    ]
+    (run,) = bench(tmp_path / "c.json", *flags)["runs"]
+    assert run["command"].endswith("--seed 1 --no-cuda --total-timesteps 77 --gamma 0.5")
+
+
+def test_time_left_is_that_of_the_same_arm():
+    runs = [made_up_run("eager", 1, 9.0, process_seconds=30.0), made_up_run("compile", 1, 9.0, process_seconds=10.0)]
+    arm = compare.arm_of(runs[0])
+    assert compare.expected_seconds(arm._replace(seed=2), runs) == 30
+    assert compare.expected_seconds(arm._replace(variant="none"), runs) == 20
+    assert compare.expected_seconds(arm, [made_up_run("eager", 1, None)]) is None
+
+
+FLAGS = ("--scripts", "dqn", "--variants", "eager", "compile", "--seeds", "1", "2")
+
+
+def test_a_stopped_comparison_goes_on_where_it_was(stand_in, tmp_path, monkeypatch, capsys):
+    output, measure, calls = tmp_path / "c.json", compare.measure, []
+
+    def interrupted(args, device, arm, *rest):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(arm)
+        return measure(args, device, arm, *rest)
+
+    monkeypatch.setattr(compare, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench(output, *FLAGS)
+    stopped = json.loads(output.read_text())
+    assert len(stopped["runs"]) == 2 and stopped["ended"] is None
+    assert "stopped; the runs so far" in capsys.readouterr().out
+    monkeypatch.setattr(compare, "measure", lambda *args: calls.append(args[2]) or measure(*args))
+    result = bench(output, *FLAGS)
+    assert list(map(compare.arm_of, result["runs"])) == calls  # each once, the first two not again
+    assert len(calls) == 4 and result["ended"] and len(result["resumed"]) == 1
+    assert (result["started"], result["runs"][:2]) == (stopped["started"], stopped["runs"])
+    assert "going on: 2 of 4 runs" in capsys.readouterr().out
+    bench(output, *FLAGS)
+    assert len(calls) == 4
+
+
+def test_other_settings_are_named(stand_in, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "c.json"
+    bench(output, *FLAGS)
+    before = output.read_text()
+    capsys.readouterr()
+    bench(output, *FLAGS[:-1], "3", "--timeout", "9", status=2)
+    error = refusal(capsys)
+    assert "--seeds 1 2, now 1 3" in error and "--timeout 3600.0, now 9.0" in error and "--variants" not in error
+    monkeypatch.setattr(speed, "ask", lambda program: PROBE | {"torch": "2.14.0", "threads": 1})
+    bench(output, *FLAGS, status=2)
+    error = refusal(capsys)
+    assert "torch 2.13.0, now 2.14.0" in error and "torch_threads 2, now 1" in error
+    assert output.read_text() == before
+
+
+def test_what_is_no_comparison_is_not_written_over(stand_in, tmp_path, capsys):
+    output = tmp_path / "c.json"
+    for text in ("", "[]", "{}", '{"kind": "speed"}'):
+        output.write_text(text)
+        with pytest.raises(SystemExit) as error:
+            compare.main(compare.Args(scripts=("dqn",), output=output))
+        assert error.value.code == 2 and "--output" in refusal(capsys) and output.read_text() == text
+
+
+def test_a_failed_arm_is_reported_and_the_others_go_on(stand_in, tmp_path, capsys, monkeypatch):
+    flags = (*FLAGS, "--num-envs", "3", "4")
+    result = bench(tmp_path / "c.json", *flags, status=1)
+    states = [(run["num_envs"], run["variant"], run["status"] == "failed") for run in result["runs"]]
+    assert states[:4] == [(3, "eager", False), (3, "compile", True), (4, "eager", False), (4, "compile", False)]
+    assert len(states) == 8 and sum(failed for *_, failed in states) == 2
+    out = capsys.readouterr().out
+    assert "dqn compile, CartPole-v1 × 3, seed 2 failed: exit status 2: error: --num-envs 3: no" in out
+    assert re.search(r"dqn +compile +CartPole-v1 +3 +0, 2 failed +- ", out)
+    monkeypatch.setenv("HEALED", "yes")
+    healed = bench(tmp_path / "c.json", *flags)  # only what failed runs again
+    assert len(healed["runs"]) == 8 and not compare.failures_of(healed)
+    assert healed["runs"][:6] == [run for run in result["runs"] if run["status"] == "finished"]
+
+
+def test_quick_leaves_out_what_would_not_end_in_time(stand_in, tmp_path, capsys, monkeypatch):
+    for name in ("ppo_continuous_action", "ppo_continuous_action_torchcompile"):
+        (stand_in / f"{name}.py").write_text(SCRIPT)
+    result = bench(tmp_path / "all.json", "--quick")
+    assert len(result["runs"]) == 12 and {run["variant"] for run in result["runs"]} == {"eager", "compile"}
+    assert "It does not tell how other scripts fare" in capsys.readouterr().out
+    clock = time.perf_counter
+    calls = []
+    monkeypatch.setattr(compare, "measure", lambda *args: calls.append(args) or made_up_run("eager", 1, 5.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 90 * len(calls))  # each run takes 90 s
+    result = bench(tmp_path / "c.json", "--quick")
+    assert len(calls) == 3 and result["left_out"] == 9
+    assert "9 runs are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--scripts", "no_script"], "--scripts no_script: must be one of"),
+        (["--variants", "cudagraphs"], "--variants: cudagraphs needs a CUDA device"),
+        (["--num-envs", "4", "0"], "--num-envs 4 0: must be at least 1"),
+        (["--seeds", "1", "-1"], "--seeds 1 -1: must be at least 0"),
+        (["--seeds"], "--seeds: must be one at least"),
+        (["--total-timesteps", "0"], "--total-timesteps 0: must be above 0"),
+        (["--timeout", "nan"], "--timeout nan: must be above 0"),
+        (["--flags", "'a"], "--flags 'a: No closing quotation"),
+        (["--output", "nowhere/c.json"], "--output nowhere/c.json: must be a file in a folder that exists"),
+        (["--against", "nowhere.json"], "--against nowhere.json: must be a result file of compare.py"),
+        (["--quick", "--scripts", "dqn"], "--scripts: --quick chooses that by itself"),
+        (["--quick", "--total-timesteps", "9"], "--total-timesteps: --quick chooses that by itself"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(flags, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(speed, "ask", lambda program: PROBE)
+    monkeypatch.setattr(speed, "run_script", lambda *_: pytest.fail("something was run"))
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit) as error:
+        compare.main(tyro.cli(compare.Args, args=flags))
+    assert error.value.code == 2 and words in refusal(capsys)
+
+
+def test_missing_psutil_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "psutil", None)
+    with pytest.raises(SystemExit) as error:
+        compare.main(compare.Args())
+    assert error.value.code == 2 and "requirements-bench.txt" in refusal(capsys)
+
+
+# ---- Regressions ----
+def test_slower_is_what_the_noise_does_not_explain():
+    old = made_up_result([made_up_run(v, s, 100 + s) for v in ("eager", "none", "compile", "jax") for s in (1, 2, 3)])
+    new = made_up_result(
+        [
+            *(made_up_run("eager", seed, 90 + seed) for seed in (1, 2, 3)),  # all below
+            *(made_up_run("none", seed, fps) for seed, fps in ((1, 80), (2, 90), (3, 102))),  # one is not
+            *(made_up_run("compile", seed, 110 + seed) for seed in (1, 2, 3)),
+            made_up_run("jax", 1, 9),
+        ]
+    )
+    lines = {line["variant"]: line for line in compare.compare_with(old, new)}
+    verdicts = {variant: line["verdict"] for variant, line in lines.items()}
+    assert verdicts == {
+        "eager": "slower", "none": "within the noise", "compile": "faster", "jax": "can't tell: too few runs"
+    }  # fmt: skip
+    assert lines["eager"]["ratio"] == 92 / 102
+    assert lines["eager"]["ratio_interval"] == pytest.approx((91 / 103, 93 / 101))
+
+
+def test_against_measures_the_same_again(stand_in, tmp_path, capsys, monkeypatch):
+    old = bench(tmp_path / "old.json", *FLAGS, "--flags=--gamma 0.5")
+    new = bench(tmp_path / "new.json", "--against", str(tmp_path / "old.json"))
+    assert [run["command"] for run in new["runs"]] == [run["command"] for run in old["runs"]]
+    assert "slower by more than the noise, 0 of 2 arms: none" in capsys.readouterr().out
+    monkeypatch.setenv("FACTOR", "0.9")
+    slow = ["--against", str(tmp_path / "old.json")]
+    bench(tmp_path / "slow.json", *slow, status=1)
+    assert "slower by more than the noise, 2 of 2 arms: dqn eager, dqn compile" in capsys.readouterr().out
+    monkeypatch.setattr(compare, "measure", lambda *_: pytest.fail("what is there is measured again"))
+    bench(tmp_path / "slow.json", *slow, status=1)
+
+
+def test_against_takes_no_other_settings_and_no_other_machine(stand_in, tmp_path, capsys):
+    path = tmp_path / "old.json"
+    bench(path, *FLAGS)
+    capsys.readouterr()
+    bench(tmp_path / "new.json", "--against", str(path), "--seeds", "1", status=2)
+    assert "--seeds: --against takes all settings from its file" in refusal(capsys)
+    old = json.loads(path.read_text())
+    old["hardware"]["cpu"] = "An Older Processor"
+    path.write_text(json.dumps(old))
+    bench(tmp_path / "new.json", "--against", str(path), status=2)
+    assert "another machine: cpu An Older Processor, now" in refusal(capsys)
+
+
+# ---- Tables ----
+def test_table_of_a_comparison_goes_stale(tmp_path):
+    folder, readme = tmp_path / "benchmarks" / "results", tmp_path / "README.md"
+    folder.mkdir(parents=True)
+    readme.write_text("<!-- table:compare -->\n<!-- /table:compare -->\n")
+    renew, check = (tables.Args(check=check, readme=readme, results=folder) for check in (False, True))
+    tables.main(renew)
+    assert "No results yet" in readme.read_text()
+    (folder / "compare_cpu_2026-01-02.json").write_text(json.dumps(made_up_result(RUNS)))
+    with pytest.raises(SystemExit):
+        tables.main(check)
+    tables.main(renew)
+    tables.main(check)
+    text = readme.read_text()
+    row = "| `dqn` | compile | CartPole-v1 | 1 | 3, 1 failed | 160 | 150–240 | 3.00 | 1.60–3.00 | 4.0 | 3.0 | 0.8 |"
+    assert row in text and "CPU, core·s | memory, GB·s |" in text
+    assert "seed 4 failed: exit status 1" in text and "(benchmarks/results/compare_cpu_2026-01-02.json)" in text
+
+
+# ---- Report ----
+def test_averaged_curve():
+    runs = [
+        {"curve": {"global_step": steps, "episode_return": returns}}
+        for steps, returns in (([0, 10, 20], [None, 0, 10]), ([5, 25], [5, 25]), ([0, 30], [7, 7]), ([1], [None]))
+    ]
+    grid, mean, band = report.mean_curve(runs, "global_step")
+    assert (grid[0], grid[-1]) == (10, 20)  # what those have in common that have an episode
+    assert (mean[0], mean[-1]) == pytest.approx(((0 + 10 + 7) / 3, (10 + 20 + 7) / 3))
+    assert np.all(band[0] <= mean) and np.all(mean <= band[1])
+    assert band[0][0] == pytest.approx(0) and band[1][0] == pytest.approx(10)  # of three, the range: 3 / 81 > 0.025
+    *_, no_band = report.mean_curve(runs[:1], "global_step")
+    assert no_band is None
+    assert report.mean_curve(runs[3:], "global_step") is None
+    apart = [{"curve": {"global_step": [i, i + 1], "episode_return": [1, 1]}} for i in (0, 5)]
+    assert report.mean_curve(apart, "global_step") is None
+
+
+def pictures_of(runs: list[dict], folder: Path, name: str = "x.json") -> set[str]:
+    path = folder / name
+    path.write_text(json.dumps(made_up_result(runs)))
+    report.main(report.Args(results=(path,), output=folder / "out"))
+    return {picture.stem.removeprefix(f"{path.stem}_") for picture in (folder / "out").glob(f"{path.stem}_*.png")}
+
+
+def test_page_needs_no_other_file(tmp_path):
+    assert pictures_of(RUNS, tmp_path) == {"fps", "return_steps", "return_time", "cpu", "memory"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    pictures = {base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources}
+    assert len(sources) == 5 and pictures == {path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
+    for words in ("A Processor", "torch 2.13.0", "python benchmarks/compare.py --scripts dqn", "1.60–3.00", "--seed 3"):
+        assert words in page
+    assert "error: &lt;none&gt;" in page and "<none>" not in page
+
+
+def test_pictures_are_of_what_there_is(tmp_path):
+    gpu = {"use": {"seconds": [1.0], "cpu": [1.0], "memory": [0.1], "gpu": [0.5], "gpu_memory": [2.0]}}
+    counts = [made_up_run("eager", 1, 10.0 * n, num_envs=n, **gpu) for n in (1, 4)]
+    assert pictures_of(counts, tmp_path) == {*report.PICTURES}
+    short = [made_up_run("eager", 1, 10.0, use={}, areas={}) | {"curve": {key: [] for key in RUNS[0]["curve"]}}]
+    assert pictures_of(short, tmp_path, "y.json") == {"fps"}
+
+
+def heights(axes) -> dict[str, float]:
+    return {label.get_text(): bar.get_width() for label, bar in zip(axes.get_yticklabels(), axes.patches)}
+
+
+def test_what_the_pictures_show():
+    result = made_up_result([*RUNS, *(made_up_run("eager", 1, 7.0, num_envs=n) for n in (2, 8))])
+    figure = report.fps_picture(result)
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        f"dqn, CartPole-v1, {count}" for count in ("1 environment", "2 environments", "8 environments")
+    ]
+    assert heights(figure.axes[0]) == {"eager": 80, "compile": 160}
+    assert {text.get_text().strip() for text in figure.axes[0].texts} == {"80 (1.00×)", "160 (3.00×)"}
+    (axes,) = report.num_envs_picture(result).axes
+    line = axes.containers[0].lines[0]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1, 2, 8], [80, 7, 7])
+    curves = report.return_picture(result, "wall_time").axes[0]
+    assert [line.get_label() for line in curves.lines] == ["eager", "compile"]
+    assert curves.lines[0].get_ydata()[[0, -1]] == pytest.approx((2, 6))  # the seeds' returns are 1 to 3, then 3 to 9
+    assert [len(axes.lines) for axes in report.use_picture(result, "cpu").axes] == [6, 1, 1]
+
+
+def test_several_files_are_sections_of_one_page(tmp_path, capsys):
+    for name, hardware in (("a.json", {}), ("b.json", {"cpu": "Another"})):
+        (tmp_path / name).write_text(json.dumps(made_up_result(RUNS, **hardware)))
+    report.main(report.Args(results=(tmp_path / "a.json", tmp_path / "b.json"), output=tmp_path))
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("a.json") < page.index("A Processor") < page.index("b.json") < page.index("Another")
+    assert len(capsys.readouterr().out.splitlines()) == 11
+
+
+def test_report_refuses_what_it_can_not_draw(tmp_path, capsys):
+    (tmp_path / "none.json").write_text(json.dumps(made_up_result([made_up_run("eager", 1, None)])))
+    (tmp_path / "good.json").write_text(json.dumps(made_up_result(RUNS)))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "good.json").write_text(json.dumps(made_up_result(RUNS)))
+    for paths, output, words in (
+        (["missing.json"], "out", "missing.json: must be a result file of compare.py"),
+        (["none.json"], "out", "none.json: has no finished run"),
+        (["good.json", "folder/good.json"], "out", "need names that differ"),
+        (["good.json"], "good.json", "--output"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            report.main(report.Args(results=tuple(tmp_path / path for path in paths), output=tmp_path / output))
+        assert error.value.code == 2 and words in refusal(capsys)
+    assert not (tmp_path / "out").exists()
