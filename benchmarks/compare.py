@@ -11,6 +11,7 @@ An arm is a script with a variant, an environment, a number of environments and 
 arms take turns: first all with the first seed, the variants side by side, then all with the second. `eager` is X.py;
 `none` (without flags), `compile`, `cudagraphs` and `compile+cudagraphs` are X_torchcompile.py; `jax` is X_jax.py, where
 there is one. All variants of a script do the same number of steps, and have the defaults of X.py for what is not given.
+A compiled arm may find the compiler's caches empty in the first turn, and has a longer warm-up then.
 
 Once a second the process and all its children are sampled: the cores that they keep busy (CPU % / 100) and their
 resident memory (shared pages count in each process), on CUDA also how much of the time the GPU was busy and its memory
@@ -23,8 +24,8 @@ goes on with what is missing in it, failed runs included; benchmarks/report.py m
 
 --against measures the arms of a file again, on the same machine, with its settings. An arm is slower by more than the
 noise if the 95 % interval of the ratio of the medians lies below 1; then the exit status is 1. By chance alone that
-befalls one arm in 20 with three seeds, and one in 250 with five. Noise is what differs between the runs of a file: if
-every arm is slower by the same factor, so is the machine. Nothing else should run meanwhile.
+befalls up to one arm in 20. Noise is what differs between the runs of a file: if every arm is slower by the same
+factor, so is the machine. Nothing else should run meanwhile.
 """
 
 import contextlib

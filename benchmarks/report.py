@@ -7,7 +7,7 @@ report.html needs no other file. A picture is NAME_KIND.png, NAME that of its re
 
 - fps: steps/s of each variant, the median over the seeds;
 - return_steps, return_time: return against environment steps, and against the run's own seconds (with its warm-up, not
-  with Python's imports), the interquartile mean over the seeds at each point of the range that all seeds have;
+  with Python's imports), the interquartile mean over the seeds; a run that has ended counts with its last return;
 - cpu, memory, gpu, gpu_memory: what the processes used over time, a line for each run;
 - num_envs: steps/s against the number of environments, where there are several.
 
@@ -31,6 +31,7 @@ from tables import COLOURS, machine
 try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ImportError:
     fail("matplotlib is missing: pip install -r requirements/requirements-bench.txt -c requirements/constraints.txt")
 
@@ -65,15 +66,14 @@ def points_of(run: dict, axis: str) -> tuple[np.ndarray, np.ndarray]:
 def mean_curve(runs: Sequence[dict], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
     """Grid [G], interquartile mean over the runs [G] and its 95 % interval [2, G] (None for one run).
 
-    The grid spans what all runs have in common, between whose points they are interpolated; None if that is nothing.
+    The grid spans all runs with a finished episode; before its first and after its end a run counts with its first and
+    last return, as the agent that it then has. None if there is no more than a point.
     """
     curves = [points for points in (points_of(run, axis) for run in runs) if len(points[0])]
-    if not curves:
+    ends = [end for x, _ in curves for end in (x[0], x[-1])]
+    if len(set(ends)) < 2:
         return None
-    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    if first >= last:
-        return None
-    grid = np.linspace(first, last, GRID)
+    grid = np.linspace(min(ends), max(ends), GRID)
     values = np.array([np.interp(grid, x, y) for x, y in curves])
     band = bootstrap_interval(values, interquartile_mean, 2_000) if len(values) > 1 else None
     return grid, interquartile_mean(values), band
@@ -131,6 +131,8 @@ def fps_picture(result: dict) -> Figure | None:
                 text = f"  {show(line['fps'], 0)}{ratio}"
                 axes.annotate(text, (high, line["variant"]), va="center", fontsize=11)
             axes.invert_yaxis()
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_major_formatter("{x:,.10g}")
             axes.set_xlim(0, 1.45 * max((line["fps_interval"] or [line["fps"]])[-1] for line in lines))
 
         return draw
@@ -149,7 +151,8 @@ def return_picture(result: dict, axis: str) -> Figure | None:
                 axes.plot(grid, mean, color=COLOUR[variant], label=variant, linewidth=1.8)
                 if band is not None:
                     axes.fill_between(grid, *band, color=COLOUR[variant], alpha=0.2, linewidth=0)
-            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+            axes.xaxis.set_major_locator(MaxNLocator(6))
+            axes.xaxis.set_major_formatter("{x:,.10g}")
             axes.margins(x=0.01)
 
         return draw if drawn else None
@@ -167,8 +170,9 @@ def use_picture(result: dict, use: str) -> Figure | None:
                     label = variant if i == 0 else None
                     seconds, values = run["use"]["seconds"], run["use"][use]
                     axes.plot(seconds, values, color=COLOUR[variant], label=label, linewidth=1.3, alpha=0.8)
-            axes.set_ylim(bottom=0)
             axes.margins(x=0.01)
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
 
         return draw
 
@@ -179,7 +183,7 @@ def use_picture(result: dict, use: str) -> Figure | None:
     }
     panels = {title_of(*task): lines(variants) for task, variants in tasks.items() if variants}
     name, unit, _ = compare.USES[use]
-    return stack(panels, "seconds since the process began", f"{name}, {unit}") if panels else None
+    return stack(panels, "seconds since the process began", f"{name}, {unit}", [2.3] * len(panels)) if panels else None
 
 
 def num_envs_picture(result: dict) -> Figure | None:
@@ -200,7 +204,7 @@ def num_envs_picture(result: dict) -> Figure | None:
             axes.set_xscale("log", base=2)
             axes.set_xticks(counts, map(str, counts))
             axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+            axes.yaxis.set_major_formatter("{x:,.10g}")
 
         return draw
 

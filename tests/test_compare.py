@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,14 @@ def test_interval_of_a_median_is_that_of_order_statistics():
     assert intervals.ratio_interval([1, 2, 3], [10, 20, 30]) == pytest.approx((1 / 30, 3 / 10))
 
 
+def test_false_alarms_are_as_rare_as_is_said():
+    generator = np.random.default_rng(1)
+    for count in (3, 5):
+        runs = np.exp(generator.normal(0, 0.05, (200, 2, count)))  # before and now are the same
+        alarms = sum(intervals.ratio_interval(now, before)[1] < 1 for before, now in runs)
+        assert alarms <= 18  # 1 in 20 is 10, with a standard deviation of 3
+
+
 def test_area_under_samples():
     assert compare.area([1, 2, 4], [10, 20, 30], 5) == 10 + 20 + 60 + 30
     assert compare.area([], [], 5) == 0
@@ -208,6 +217,13 @@ def test_gpu_is_sampled_where_there_is_one(monkeypatch):
     assert compare.open_gpu() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert compare.open_gpu() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_is_sampled():
+    held = torch.ones(10**9, dtype=torch.uint8, device="cuda")
+    assert compare.gpu_use(compare.open_gpu())["gpu_memory"] > held.numel() / 1e9
 
 
 # ---- Plans and runs ----
@@ -472,15 +488,14 @@ def test_averaged_curve():
         for steps, returns in (([0, 10, 20], [None, 0, 10]), ([5, 25], [5, 25]), ([0, 30], [7, 7]), ([1], [None]))
     ]
     grid, mean, band = report.mean_curve(runs, "global_step")
-    assert (grid[0], grid[-1]) == (10, 20)  # what those have in common that have an episode
-    assert (mean[0], mean[-1]) == pytest.approx(((0 + 10 + 7) / 3, (10 + 20 + 7) / 3))
-    assert np.all(band[0] <= mean) and np.all(mean <= band[1])
-    assert band[0][0] == pytest.approx(0) and band[1][0] == pytest.approx(10)  # of three, the range: 3 / 81 > 0.025
+    assert (grid[0], grid[-1]) == (0, 30)
+    # Before its first episode a run counts with its first return, after its end with its last; one without has none
+    assert (mean[0], mean[-1]) == pytest.approx(((0 + 5 + 7) / 3, (10 + 25 + 7) / 3))
+    assert np.interp(15, grid, mean) == pytest.approx((5 + 15 + 7) / 3, abs=0.1)
+    assert band[:, 0] == pytest.approx((0, 7))  # of three, the range: each extreme alone has a chance of 1 / 27
     *_, no_band = report.mean_curve(runs[:1], "global_step")
     assert no_band is None
     assert report.mean_curve(runs[3:], "global_step") is None
-    apart = [{"curve": {"global_step": [i, i + 1], "episode_return": [1, 1]}} for i in (0, 5)]
-    assert report.mean_curve(apart, "global_step") is None
 
 
 def pictures_of(runs: list[dict], folder: Path, name: str = "x.json") -> set[str]:
