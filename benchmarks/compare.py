@@ -25,7 +25,7 @@ goes on with what is missing in it, failed runs included; benchmarks/report.py m
 --against measures the arms of a file again, on the same machine, with its settings. An arm is slower by more than the
 noise if the 95 % interval of the ratio of the medians lies below 1; then the exit status is 1. By chance alone that
 befalls up to one arm in 20. Noise is what differs between the runs of a file: if every arm is slower by the same
-factor, so is the machine. Nothing else should run meanwhile.
+factor, so is the machine. Nothing else should run meanwhile. Needs requirements/requirements-bench.txt.
 """
 
 import contextlib
@@ -172,17 +172,16 @@ class Sampler:
 
     def sample(self, pid: int, is_over: threading.Event) -> None:
         seconds_before, cpu_before = 0.0, 0.0
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):  # it has ended
             root = psutil.Process(pid)
             while not is_over.wait(self.interval):
                 seconds, cpu, memory = time.perf_counter() - self.started, 0.0, 0
                 for process in (root, *root.children(recursive=True)):
                     with contextlib.suppress(psutil.Error), process.oneshot():
-                        cpu += sum(
-                            process.cpu_times()[:4]
-                        )  # user and system, its own and of the children it waited for
+                        # User's and system's time, its own and that of the children which it has waited for
+                        cpu += sum(process.cpu_times()[:4])
                         memory += process.memory_info().rss
-                if not memory:  # it has just ended
+                if not memory:  # nobody has waited for it yet
                     return
                 # A child that nobody waited for takes its time with it
                 use = {"cpu": max(cpu - cpu_before, 0) / (seconds - seconds_before), "memory": memory / 1e9}
@@ -200,13 +199,12 @@ class Sampler:
 # ---- One run ----
 def curve_of(folder: Path) -> dict:
     """What a run folder's metrics.jsonl tells of returns, at `POINTS` points at most."""
-    metrics = read_columns(folder / "metrics.jsonl")
-    return {
-        "curve": thin({key: metrics.get(key, []) for key in ("global_step", "wall_time", "episode_return")}, POINTS)
-    }
+    metrics, names = read_columns(folder / "metrics.jsonl"), ("global_step", "wall_time", "episode_return")
+    return {"curve": thin({name: metrics.get(name, []) for name in names}, POINTS)}
 
 
 def flags_of(args: Args, device: str, arm: Arm) -> list[str]:
+    """The flags of a run: as many steps for every variant, so that their areas are those of the same work."""
     workload = WORKLOADS[arm.script]
     steps = QUICK[arm.script] if args.quick else workload.steps("cudagraphs", device)
     flags = [*FLAGS.get(arm.variant, []), "--env-id", arm.env_id, "--num-envs", str(arm.num_envs)]
@@ -228,7 +226,10 @@ def plan_of(args: Args, device: str) -> list[Arm]:
     """The arms in the order in which they run; ends the program if a variant that was asked for is none of a script."""
     scripts = speed.find_scripts(args.scripts or list(WORKLOADS))
     variants = list(dict.fromkeys(args.variants)) or [*speed.possible_variants(device), "jax"]
-    exists = lambda script, variant: (speed.SCRIPTS / f"{speed.script_of(script, variant)}.py").is_file()  # noqa: E731
+
+    def exists(script: str, variant: str) -> bool:
+        return (speed.SCRIPTS / f"{speed.script_of(script, variant)}.py").is_file()
+
     for variant in args.variants:
         if not any(exists(script, variant) for script in scripts):
             fail(f"--variants {variant}: there is no leanrl/{speed.script_of(scripts[0], variant)}.py")

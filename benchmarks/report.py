@@ -96,7 +96,7 @@ def title_of(script: str, env_id: str, num_envs: int | None = None) -> str:
 def stack(panels: dict[str, Callable[[Axes], None]], xlabel: str, ylabel: str, heights: Sequence[float] = ()) -> Figure:
     """One panel below the other, each drawn by its function, with one legend for all labels."""
     heights = heights or [2.9] * len(panels)
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.9), layout="constrained")
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.6), layout="constrained")
     all_axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False).flatten()
     labels = {}
     for axes, (title, draw) in zip(all_axes, panels.items()):
@@ -109,7 +109,9 @@ def stack(panels: dict[str, Callable[[Axes], None]], xlabel: str, ylabel: str, h
         labels |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels())}
     all_axes[-1].set_xlabel(xlabel, fontsize=12)
     if labels:
-        figure.legend(labels.values(), labels, loc="outside upper left", ncols=3, frameon=False, fontsize=12)
+        columns = 3 if len(labels) < 4 else 2  # compile+cudagraphs is long
+        figure.legend(labels.values(), labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=12)
+        figure.set_figheight(figure.get_figheight() + 0.3 * -(-len(labels) // columns))
     return figure
 
 
