@@ -1,0 +1,79 @@
+"""The policy of PPO's Atari script, eager and compiled, as compile_inference.py and compile_exploration.py measure it.
+
+These import it only when they measure, for tables.py, which imports them, has no use for torch.
+"""
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters, get_compilation_metrics
+
+from speed import SCRIPTS
+
+sys.path.append(str(SCRIPTS))
+atari = importlib.import_module("ppo_atari_envpool")
+ACTIONS = 4  # Breakout's
+
+
+def explore(network: torch.nn.Module, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Logits, sampled actions, their log-probabilities and the values, as the script's agent acts.
+
+    [B, 4, 84, 84] -> [B, actions], [B], [B], [B].
+    """
+    logits, value = network(observation)
+    log_probs = F.log_softmax(logits, -1)
+    action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
+    return logits, action, log_probs.gather(1, action[:, None]).squeeze(1), value
+
+
+def compiled(backend: str, mode: str) -> Callable:
+    """`explore` compiled; graph breaks are allowed, so that they can be counted."""
+    return torch.compile(explore, backend=backend, mode=mode)
+
+
+class Explorer(atari.AtariPPOAgent):
+    """The script's agent, which acts with `policy`: `explore` or its compiled form."""
+
+    policy: Callable = staticmethod(explore)
+
+    @torch.no_grad()
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, 4, 84, 84] -> [num_envs]."""
+        self.observations[t] = torch.as_tensor(observation)
+        _, action, log_prob, value = self.policy(self.network, self.observations[t])
+        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
+            self.rollout.arrays[name][t] = tensor.cpu().numpy()
+        return self.rollout.arrays["action"][t]
+
+
+def compilations() -> dict[str, int]:
+    """Graphs that this process has compiled so far, breaks between graphs, and compilations of what it had before."""
+    recompiled = [metrics for metrics in get_compilation_metrics() if metrics.recompile_reason]
+    graph_breaks = sum(counters["graph_break"].values())
+    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": graph_breaks, "recompiles": len(recompiled)}
+
+
+def now(device: str) -> float:
+    """Seconds on a clock that is read when the device has done its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def take_turns(
+    seconds_of: Callable[[Callable], float], arms: Mapping[str, Callable], most: int, limit: float, least: int
+) -> dict[str, list[float]]:
+    """Seconds of `most` calls of each arm, one after the other; once `limit` seconds an arm are over, of `least`."""
+    seconds = {name: [] for name in arms}
+    end = time.perf_counter() + limit * len(arms)
+    for turn in range(most):
+        if turn >= least and time.perf_counter() > end:
+            break
+        for name, arm in arms.items():
+            seconds[name].append(seconds_of(arm))
+    return seconds
