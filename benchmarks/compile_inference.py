@@ -103,7 +103,7 @@ class Args(CompileArgs):
     """timed calls of each arm in a process"""
     burn_in: int = 100
     """calls of each arm before those"""
-    seconds: float = 0.5
+    seconds: float = 0.25
     """seconds of calls of each arm after which its burn-in ends early, and its timed calls once there are 5"""
 
 

@@ -123,24 +123,27 @@ TIPS = {
     ),
     "fullgraph": Tip(
         "one full graph, not a broken one",
-        setup=f"network = {MLP}.requires_grad_(False)\nobservation = torch.ones(8, 17, device=device)\n",
+        setup=snippet(f"""
+            network = {MLP}.requires_grad_(False)
+            first, second, third = network[:2], network[2:4], network[4:]
+            observation = torch.ones(8, 17, device=device)
+        """),
         slow=snippet("""
             @torch.compile
-            def act(hidden):
-                for layer in network:
-                    hidden = layer(hidden)
-                    torch._dynamo.graph_break()  # as by a print or a library that can't be traced
-                return hidden
+            def act(observation):
+                hidden = first(observation)
+                torch._dynamo.graph_break()  # as by a print or a library that can't be traced
+                hidden = second(hidden)
+                torch._dynamo.graph_break()
+                return third(hidden)
             act(observation)
             # timed
             logits = act(observation)
         """),
         fast=snippet("""
             @torch.compile(fullgraph=True)
-            def act(hidden):
-                for layer in network:
-                    hidden = layer(hidden)
-                return hidden
+            def act(observation):
+                return third(second(first(observation)))
             act(observation)
             # timed
             logits = act(observation)
