@@ -4,9 +4,9 @@
     python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is scripts, speed, warmup, compare or
-learning. Speed, warm-up and comparison come from the newest file in benchmarks/results/ of each machine, learning from
-all in its folder learning/, and the table of scripts from speed and learning.
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from all
+files in benchmarks/results/learning/, the table of scripts from these and the speed, and all others from the newest file
+in benchmarks/results/ of each machine.
 """
 
 import json
@@ -15,12 +15,15 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
 
 import compare
-from speed import RESULTS, ROOT, SCRIPTS, fail, show, summarise, summarise_warmup
+import compile_inference
+import eager_tips
+from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
 
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
 ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
@@ -57,7 +60,7 @@ def load(path: Path) -> dict:
 
 
 def machine(result: dict) -> str:
-    """The hardware of a speed or warm-up result, in words."""
+    """The hardware of a result, in words."""
     about = result["hardware"]
     host = f"{about['cpu']}, {about['cores']} cores"
     return f"{about['gpu']} ({host})" if result["device"] == "cuda" else f"{host}, {threads(about['torch_threads'])}"
@@ -220,8 +223,63 @@ def learning_table(results: Path) -> str:
     )
 
 
-TABLES = {"scripts": scripts_table, "speed": speed_table, "warmup": warmup_table, "compare": compare_table}
-TABLES |= {"learning": learning_table}
+def compile_table(results: Path, kind: str) -> str:
+    """Speed-up of the policy by torch.compile: a row a backend with its mode, a column a size."""
+    size, unit = compile_inference.SIZES[kind], compile_inference.FIGURES[kind]
+    percent, parts = compile_inference.percent, []
+    for path, result in newest(results, kind):
+        lines = compile_inference.summarise(result["runs"], size)
+        sizes = sorted({line[size] for line in lines})
+        header = ["backend", "mode", *(f"{each:,}" for each in sizes), "compile, s", "warm, s", "graph breaks"]
+        header += ["recompiles", *(["logits differ by"] if size == "batch_size" else [])]
+        eager = [[run["eager"] for run in result["runs"] if run[size] == each and "eager" in run] for each in sizes]
+        rows = [[f"eager, {unit}", "", *(show(statistics.median(rates), 1) if rates else "" for rates in eager)]]
+        for (backend, mode), group in compile_inference.by_backend_and_mode(lines).items():
+            by_size = {line[size]: line for line in group}
+            own = [line for line in group if line["runs"]]
+            rows.append([backend, mode])
+            reasons = set()
+            for each in sizes:
+                line = by_size.get(each, {"speedup": None, "reason": None})
+                interval = f" ({compile_inference.spread(line['interval'])})" if line["speedup"] is not None else ""
+                reason = f": {line['reason']}" if line["reason"] and line["reason"] not in reasons else ""  # said once
+                reasons.add(line["reason"])
+                rows[-1].append(percent(line["speedup"]) + interval + reason)
+            if own:
+                for cache in ("cold", "warm"):
+                    rows[-1].append(show(median([line[f"compile_seconds_{cache}"] for line in own]), 1))
+                rows[-1] += [str(max(line[key] for line in own)) for key in ("graph_breaks", "recompiles")]
+                differences = [line["max_logit_difference"] for line in own if line["max_logit_difference"] is not None]
+                rows[-1] += [f"{max(differences):.0e}" if max(differences) else "0"] if differences else []
+        rows = [row + [""] * (len(header) - len(row)) for row in rows]
+        runs = max(line["runs"] for line in lines)
+        by = {"batch_size": "batch size", "num_envs": "number of environments"}[size]
+        note = f"Speed-up over eager by {by}: medians of {runs} processes, with 95 % intervals."
+        parts.append(f"{markdown(header, rows, 2)}\n\n{note} {footer(path, results, result)}")
+    return "\n\n".join(parts) or f"No results yet: `python benchmarks/{kind}.py` makes them."
+
+
+def eager_tips_table(results: Path) -> str:
+    """What each tip for eager code gains, and whether it holds."""
+    parts = []
+    for path, result in newest(results, "eager_tips"):
+        lines = eager_tips.summarise(result["runs"])
+        rows = [eager_tips.cells_of(line) for line in lines]
+        note = f"Medians of {max(line['runs'] for line in lines)} processes; a tip holds if the interval is above 1."
+        parts.append(f"{markdown(eager_tips.HEADER, rows, 1)}\n\n{note} {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/eager_tips.py` makes them."
+
+
+TABLES = {
+    "scripts": scripts_table,
+    "speed": speed_table,
+    "warmup": warmup_table,
+    "compare": compare_table,
+    "learning": learning_table,
+    "compile_inference": partial(compile_table, kind="compile_inference"),
+    "compile_exploration": partial(compile_table, kind="compile_exploration"),
+    "eager_tips": eager_tips_table,
+}
 
 
 def fill(text: str, results: Path) -> str:
