@@ -4,9 +4,9 @@
     python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from all
-files in benchmarks/results/learning/, the table of scripts from these and the speed, and all others from the newest file
-in benchmarks/results/ of each machine.
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from
+all files in benchmarks/results/learning/, the table of scripts from these and the speed, and all others from the newest
+file in benchmarks/results/ of each machine.
 """
 
 import json
@@ -270,6 +270,34 @@ def eager_tips_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/eager_tips.py` makes them."
 
 
+def agent_observer_table(results: Path) -> str:
+    """Each transport at each point of the x axis, and its observer's median latency beside that of torch RPC."""
+    parts, latency = [], "observer latency (seconds)"
+    for path, report in newest(results, "agent_observer"):
+        x_axis = report.get("x_axis_name", "world_size")
+        header = [x_axis.replace("_", " "), "transport", "agent latency p50, µs", "agent requests/s"]
+        header += ["observer latency p50, µs", "p99, µs", "observer requests/s", "CPU a request, µs", "× torch_rpc"]
+        p50 = {
+            (run["repeat"], run.get(x_axis), run["transport"]): run["metrics"][latency]["p50"] for run in report["runs"]
+        }
+        rows = []
+        for line in report["benchmark_results"]:
+            at, transport = line.get(x_axis), line["transport"]
+            row = [str(line.get(x_axis, report.get(x_axis))), f"`{transport}`"]
+            row += [show(line["agent latency (seconds)"]["p50"] * 1e6, 0), show(line["agent throughput"]["p50"], 0)]
+            row += [show(line[latency][key] * 1e6, 0) for key in ("p50", "p99")]
+            row += [show(line["observer throughput"]["p50"], 0)]
+            row += [show(sum(line["cpu seconds per request"].values()) * 1e6, 0)]
+            turns = [repeat for repeat, *key in p50 if key == [at, transport] and (repeat, at, "torch_rpc") in p50]
+            ratios = [p50[repeat, at, transport] / p50[repeat, at, "torch_rpc"] for repeat in turns]
+            rows.append([*row, show(statistics.median(ratios)) if ratios else ""])
+        runs = "One run" if report["repeats"] == 1 else f"Medians of {report['repeats']} runs"
+        note = f"{runs} of {report['episodes']} episodes of {report['episode_steps']} steps each; the transports took"
+        note += " turns. × torch_rpc: the observer's median latency as a multiple of torch RPC's, median of the ratios"
+        parts.append(f"{markdown(header, rows, 2)}\n\n{note} taken turn by turn. {footer(path, results, report)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/agent_observer.py` makes them."
+
+
 TABLES = {
     "scripts": scripts_table,
     "speed": speed_table,
@@ -279,6 +307,7 @@ TABLES = {
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,
+    "agent_observer": agent_observer_table,
 }
 
 

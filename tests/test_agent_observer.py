@@ -1,0 +1,417 @@
+"""benchmarks/agent_observer.py: its figures, its arguments, and real worlds whose processes are killed."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import agent_observer  # noqa: E402
+import tables  # noqa: E402
+from agent_observer import BATCH_SIZE, CPU, METRICS, TRANSPORTS, World  # noqa: E402
+
+AGENT, OBSERVER = 0, 1  # as the first two processes of a world start
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    if why := agent_observer.why_not(request.param):
+        pytest.skip(why)
+    return request.param
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def made_world(transport: str, **changes) -> World:
+    settings = {"observers": 2, "batch": True, "state_size": (2, 3), "nlayers": 1, "out_features": 4}
+    settings |= {"batch_timeout": None, "episodes": 1, "episode_steps": 1, "compat": False, "master": ""}
+    return World(transport=transport, **settings | changes)
+
+
+# ---- Figures ----
+BATCHES = [(0.1, 2), (0.2, 2), (0.3, 2), (0.4, 2), (0.5, 2)]
+WAITS = [0.5, 0.0004996, 0.25, 0.125, 1.0]  # in no order
+# Of five values in ascending order p75 is the fourth; p90, p95 and p99 are 0.6, 0.8 and 0.96 of the way to the last
+PERCENTILES = {
+    METRICS[0]: (0.3, 0.4, 0.46, 0.48, 0.496),
+    METRICS[1]: (6.7, 10.0, 16.0, 18.0, 19.6),  # of 4, 5, 6.667, 10 and 20
+    METRICS[2]: (0.25, 0.5, 0.8, 0.9, 0.98),
+    METRICS[3]: (4.0, 8.0, 1204.2, 1602.9, 1921.6),  # of 1, 2, 4, 8 and 2001.601
+}
+
+
+def test_percentiles_and_throughputs():
+    metrics = agent_observer.metrics_of(BATCHES, WAITS, {"agent": 0.02, "observer": 0.001})
+    assert {name: tuple(metrics[name].values()) for name in METRICS} == PERCENTILES
+    assert list(metrics[METRICS[0]]) == ["p50", "p75", "p90", "p95", "p99"]
+    assert metrics[CPU] == {"agent": 0.004, "observer": 0.0002} and metrics[BATCH_SIZE] == 2.0
+
+
+def test_compat_rounds_as_the_original():
+    metrics = agent_observer.metrics_of([(0.0026, 3), (0.0024, 3)], [0.00349], {"agent": 1.0}, compat=True)
+    keys = ("p50", "p75", "p90", "p95")
+    assert metrics == {
+        METRICS[0]: dict(zip(keys, (0.003, 0.003, 0.003, 0.003))),  # 2.5, 2.55, 2.58 and 2.59 ms
+        METRICS[1]: dict(zip(keys, (1201, 1225, 1240, 1245))),  # of 1153.8 and 1250, without their decimals
+        METRICS[2]: dict.fromkeys(keys, 0.003),
+        METRICS[3]: dict.fromkeys(keys, 286),  # 286.53
+    }
+    assert all(isinstance(value, int) for value in metrics[METRICS[1]].values())
+
+
+def made_run(transport: str, world_size: int, repeat: int, wait: float) -> dict:
+    metrics = agent_observer.metrics_of([(wait / 2, 2)], [wait], {"agent": 1e-5, "observer": 2e-5})
+    return {"transport": transport, "world_size": world_size, "repeat": repeat, "metrics": metrics}
+
+
+def made_report(runs: list[dict]) -> dict:
+    report = {"batch": True, "transport": "torch_rpc,shm", "repeats": 3, "episodes": 10, "episode_steps": 100}
+    report |= {"compat": False, "x_axis_name": "world_size"}
+    report["benchmark_results"] = agent_observer.medians(runs, "world_size", compat=False)
+    about = {"cpu": "A Processor", "cores": 2, "torch_threads": 1, "gpu": None}
+    report |= {"kind": "agent_observer", "command": "python benchmarks/agent_observer.py", "started": "2026-01-02"}
+    report |= {"ended": "2026-01-02", "device": "cpu", "hardware": about, "runs": runs}
+    return report | {"versions": {"python": "3.12.1", "torch": "2.13.0"}}
+
+
+RUNS = [
+    made_run(transport, size, repeat, wait * size)
+    for repeat, waits in enumerate(((0.1, 0.05), (0.4, 0.02), (0.2, 0.04)), 1)
+    for size in (4, 10)
+    for transport, wait in zip(("torch_rpc", "shm"), waits)
+]
+
+
+def test_medians_over_repeats():
+    lines = agent_observer.medians(RUNS, "world_size", compat=False)
+    assert [(line["transport"], line["world_size"], line[METRICS[2]]["p95"]) for line in lines] == [
+        ("torch_rpc", 4, 0.8), ("shm", 4, 0.16), ("torch_rpc", 10, 2.0), ("shm", 10, 0.4)
+    ]  # fmt: skip
+    assert lines[1][CPU] == {"agent": 1e-5, "observer": 2e-5} and lines[1][BATCH_SIZE] == 2
+    even = agent_observer.medians([made_run("shm", 4, 1, wait) for wait in (0.001, 0.0011)], "world_size", compat=True)
+    assert even[0][METRICS[3]]["p50"] == 954  # of 909.1 and 1000
+
+
+def test_readme_table(tmp_path):
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    assert "No results yet" in tables.agent_observer_table(folder)
+    (folder / "agent_observer_cpu.json").write_text(json.dumps(made_report(RUNS)))
+    text = tables.agent_observer_table(folder)
+    # Turn by turn 0.5, 0.05 and 0.2 of torch RPC's latency; 0.2 is their median, and also that of the medians
+    assert "| 10 | `shm` | 200,000 | 10 | 400,000 | 400,000 | 2 | 30 | 0.20 |" in text
+    assert "| 4 | `torch_rpc` | 400,000 | 5 | 800,000 | 800,000 | 1 | 30 | 1.00 |" in text
+    assert "Medians of 3 runs of 10 episodes of 100 steps" in text
+
+
+def test_screen_has_the_original_table(capsys):
+    run = {"transport": "torch_rpc", "world_size": 10}
+    run["metrics"] = agent_observer.metrics_of([(0.0024, 8)], [0.002], {"agent": 1.0}, compat=True)
+    agent_observer.print_report(made_report([]) | {"transport": "torch_rpc", "compat": True} | {
+        "benchmark_results": agent_observer.medians([run], "world_size", compat=True)
+    })  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "PyTorch distributed rpc benchmark reinforcement learning suite" and "batch : True" in lines
+    heading, keys, row = lines[-3:]
+    assert heading.split("  ")[0] == "world_size | agent latency (seconds)"
+    assert heading.rstrip().endswith("observer latency (seconds)  observer throughput")
+    assert keys.split() == ["p50", "p75", "p90", "p95"] * 4
+    assert row.split() == ["10", *["0.002"] * 4, *["3333"] * 4, *["0.002"] * 4, *["500"] * 4]
+    assert keys.index("p50") == heading.index("agent") == row.index("0.002")
+
+
+def test_small_numbers_are_written_out(capsys):
+    agent_observer.print_report(made_report([made_run("shm", 4, 1, 4e-5)]))
+    assert "0.00004 " in capsys.readouterr().out
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "report.json").write_text(json.dumps(made_report(RUNS)))
+    output = tmp_path / "latency.png"
+    agent_observer.main(agent_observer.Args(from_file=tmp_path / "report.json", plot=output))
+    assert output.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- Arguments ----
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--world-size 4,10 --nlayers 1,2", "--world-size 4,10 and --nlayers 1,2: only one"),
+        ("--world-size 2", "--world-size 2: must be a whole number from 3 to 34"),
+        ("--world-size 4,35", "--world-size 4,35: must be"),
+        ("--batch maybe", "--batch maybe: must be True or False"),
+        ("--state-size 10-0", "--state-size 10-0: must be"),
+        ("--nlayers 0", "--nlayers 0: must be"),
+        ("--out-features 2.5", "--out-features 2.5: must be"),
+        ("--transport ray", "--transport ray: must be torch_rpc, pipe, shm"),
+        ("--transport shm,tcp", "--transport tcp: must be"),
+        ("--repeats 0", "--repeats 0: must be above 0"),
+        ("--master-port http", "--master-port http: must be"),
+        ("--batch-timeout -1", "--batch-timeout -1.0: must be at least 0"),
+        ("--batch-timeout 5 --batch True,False", "--batch-timeout 5.0: needs --batch True"),
+        ("--output-file-path no/such/folder.json", "--output-file-path no/such/folder.json: must be"),
+        ("--plot no/such/folder.png", "--plot no/such/folder.png: must be"),
+        ("--from-file no_such_file", "--from-file no_such_file: must be"),
+    ],
+)
+def test_bad_input(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        agent_observer.main(tyro.cli(agent_observer.Args, args=flags.split()))
+    lines = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {message}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_list_becomes_the_x_axis():
+    read = lambda **settings: agent_observer.read_arguments(agent_observer.Args(**settings))  # noqa: E731
+    arguments, x_axis = read(batch="yes,False", world_size="5")
+    assert x_axis == "batch" and arguments["batch"] == [True, False] and arguments["world_size"] == 5
+    assert list(arguments) == ["world_size", "master_addr", "master_port", "batch", "state_size", "nlayers",
+                               "out_features", "output_file_path"]  # fmt: skip
+    assert read()[1] is None and read()[0]["batch"] is True
+
+
+# ---- Agents ----
+def connect(transport: str, world: World, monkeypatch):
+    """An agent and a function that asks it as an observer, all in this process."""
+    monkeypatch.setattr(agent_observer, "join_rpc", lambda *_: None)
+    share, agent, observer = TRANSPORTS[transport]
+    shared = share(world)
+    agent = agent(world, shared)
+    if transport == "torch_rpc":
+        return agent, lambda row, state: agent.request_batch(row, state).wait()
+    observers = [observer(world, row, shared) for row in range(world.observers)]
+    return agent, lambda row, state: observers[row].ask(state)
+
+
+def in_background(function, *arguments) -> list:
+    """Starts `function` in a thread; its result appears in the list that is returned."""
+    results = []
+    threading.Thread(target=lambda: results.append(function(*arguments)), daemon=True).start()
+    return results
+
+
+def wait_until(condition, seconds: float = 20.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+    return found
+
+
+def test_a_batch_is_answered_before_all_have_asked(transport, monkeypatch):
+    agent, ask = connect(transport, made_world(transport, batch_timeout=0.001), monkeypatch)
+    served = in_background(agent.serve, 1)
+    action = in_background(ask, 0, torch.ones(2, 3))
+    (action,) = wait_until(lambda: action)
+    assert 0 <= action < 4 and [size for _, size in agent.latencies] == [1]
+    if transport != "torch_rpc":  # where the end of an episode counts, whose other observer has not asked
+        wait_until(lambda: served)
+
+
+def test_a_batch_waits_for_all_and_each_gets_its_own_action(transport, monkeypatch):
+    agent, ask = connect(transport, made_world(transport), monkeypatch)
+    states, act = {row: torch.full((2, 3), row + 1.0) for row in (0, 1)}, agent.act
+
+    def act_by_state(rows, started):
+        seen = [int(agent.states[row].sum()) for row in rows]
+        return [10 * value for value in seen] if act(rows, started) else None
+
+    monkeypatch.setattr(agent, "act", act_by_state)
+    served = in_background(agent.serve, 2)
+    answers = [in_background(ask, 1, states[1])]
+    time.sleep(0.05)  # a batch that does not wait would be answered by now
+    assert agent.latencies == [] and answers == [[]]
+    answers.append(in_background(ask, 0, states[0]))
+    wait_until(lambda: all(answers) and served)
+    assert answers == [[120], [60]] and [size for _, size in agent.latencies] == [2]
+
+
+def test_one_by_one_without_batch(transport, monkeypatch):
+    agent, ask = connect(transport, made_world(transport, batch=False), monkeypatch)
+    ask = agent.request if transport == "torch_rpc" else ask
+    served = in_background(agent.serve, 2)
+    answers = [in_background(ask, row, torch.ones(2, 3)) for row in (1, 0)]
+    wait_until(lambda: all(answers) and served)
+    assert [size for _, size in agent.latencies] == [1, 1]
+
+
+def test_no_graph_is_kept_but_in_compat(monkeypatch):
+    for compat in (False, True):
+        agent, ask = connect("shm", made_world("shm", observers=1, compat=compat), monkeypatch)
+        answer = in_background(ask, 0, torch.ones(2, 3))
+        assert [size for _, size in agent.episode(1)] == [1] and wait_until(lambda answer=answer: answer)
+        assert [log_prob.requires_grad for log_prob in agent.log_probs] == ([True] if compat else [])
+    torch.autograd.set_detect_anomaly(False)
+
+
+# ---- Worlds ----
+class Program:
+    """The program in a process forked from this one, which has PyTorch already; Ctrl-C goes to its group."""
+
+    def __init__(self, folder: Path, *flags: str):
+        self.folder, self.report = folder, folder / "report.json"
+        argv = [*flags, "--output-file-path", str(self.report)]
+        self.process = agent_observer.CONTEXT.Process(target=self.run, args=(argv,))
+        self.shared_memory = sorted(os.listdir("/dev/shm"))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def run(self, argv: list[str]) -> None:
+        os.setsid()
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(self.folder / name, os.O_CREAT | os.O_WRONLY), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        agent_observer.main(tyro.cli(agent_observer.Args, args=argv))
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def children(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def wait_for_episodes(self, processes: int) -> list[int]:
+        """The agent and the observers, once the agent has worked for a while."""
+        pids = wait_until(lambda: self.children() if len(self.children()) == processes else None)
+        # The 14th field, user time, in ticks of 10 ms
+        wait_until(lambda: int(Path(f"/proc/{pids[AGENT]}/stat").read_text().rsplit(")", 1)[1].split()[11]) > 15)
+        return pids
+
+    def is_gone(self, pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    def check_end(self, pids: list[int], status: int, message: str) -> None:
+        """It ends within 10 s with one line, and nothing of it is left."""
+        self.process.join(10)
+        assert self.process.exitcode == status
+        assert self.read("err").splitlines() == [f"error: {message}"]
+        assert all(self.is_gone(pid) for pid in pids) and sorted(os.listdir("/dev/shm")) == self.shared_memory
+
+
+@pytest.fixture
+def program(tmp_path, port):
+    programs = []
+
+    def program(*flags: str) -> Program:
+        programs.append(Program(tmp_path, "--master-port", port, *flags))
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        each.process.kill()  # whose children then end themselves
+        each.process.join()
+
+
+def test_end_to_end(transport, program):
+    flags = ("--world-size", "4", "--batch", "True,False", "--episodes", "2", "--episode-steps", "10")
+    run = program("--transport", transport, *flags)
+    run.process.join(60)
+    assert (run.process.exitcode, run.read("err")) == (0, "")
+    report = json.loads(run.read("report.json"))
+    assert report["x_axis_name"] == "batch" and "batch" not in report
+    assert (report["world_size"], report["master_addr"], report["state_size"]) == (4, "127.0.0.1", "10-20-10")
+    assert report["command"].startswith("python benchmarks/") and report["ended"] and "torch" in report["versions"]
+    assert [line["batch"] for line in report["benchmark_results"]] == [True, False]
+    for line, size in zip(report["benchmark_results"], (2, 1)):
+        for name in METRICS:
+            values = list(line[name].values())
+            assert values == sorted(values) and values[0] > 0
+        assert line[METRICS[0]]["p50"] < line[METRICS[2]]["p99"] and line[BATCH_SIZE] == size
+        assert all(0 < seconds < 1 for seconds in line[CPU].values())
+    assert f"{transport}, batch True, run 1: observer p50" in run.read("out")
+    assert run.read("out").splitlines()[-1].startswith("False ")
+
+
+def test_compat_end_to_end(program):
+    run = program("--transport", "shm", "--world-size", "3", "--compat", "--episodes", "1", "--episode-steps", "3")
+    run.process.join(60)
+    (line,) = json.loads(run.read("report.json"))["benchmark_results"]
+    assert list(line[METRICS[0]]) == ["p50", "p75", "p90", "p95"] and isinstance(line[METRICS[1]]["p50"], int)
+    assert set(line) == {*METRICS, "transport"}
+
+
+@pytest.mark.parametrize("who", [AGENT, OBSERVER], ids=["agent", "observer"])
+def test_a_killed_process_ends_the_run(who, transport, program):
+    run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
+    pids = run.wait_for_episodes(3)
+    os.kill(pids[who], signal.SIGKILL)
+    run.check_end(pids, 1, f"{transport}, run 1: {('agent', 'observer 1')[who]} was killed (SIGKILL)")
+
+
+def test_interrupt_ends_the_run(transport, program):
+    run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
+    pids = run.wait_for_episodes(3)
+    os.killpg(run.pid, signal.SIGINT)
+    run.check_end(pids, 128 + signal.SIGINT, f"{transport}, run 1: stopped by Ctrl-C")
+
+
+def test_nothing_outlives_a_killed_coordinator(transport, program):
+    run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
+    pids = run.wait_for_episodes(3)
+    os.kill(run.pid, signal.SIGKILL)
+    wait_until(lambda: all(run.is_gone(pid) for pid in pids), seconds=10)
+    assert sorted(os.listdir("/dev/shm")) == run.shared_memory
+
+
+def test_what_was_measured_before_a_kill_is_kept(program):
+    run = program("--transport", "shm", "--world-size", "4", "--episode-steps", "1", "--repeats", "10000")
+    wait_until(lambda: run.report.exists() and run.children())
+    while run.process.is_alive():  # a world that is just ending can leave nobody to kill
+        for pid in run.children()[:1]:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert run.process.exitcode == 1 and "agent was killed" in run.read("err")
+    report = json.loads(run.read("report.json"))
+    assert report["ended"] is None and len(report["runs"]) >= 1 and report["benchmark_results"]
+
+
+def test_a_process_that_hangs(program):
+    run = program("--transport", "pipe", "--world-size", "4", "--episodes", "100000", "--timeout", "4")
+    pids = run.wait_for_episodes(3)
+    os.kill(pids[OBSERVER], signal.SIGSTOP)
+    run.check_end(pids, 1, "pipe, run 1: no answer from agent, observer 1, observer 2 in time (--timeout)")
+
+
+@pytest.mark.skipif(not rpc.is_available(), reason="this build of PyTorch has no torch.distributed.rpc")
+def test_an_address_in_use(program, port):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(port)))
+        other.listen()
+        run = program("--transport", "torch_rpc", "--world-size", "3", "--timeout", "20")
+        run.process.join(30)
+    (line,) = run.read("err").splitlines()
+    assert run.process.exitcode == 1 and line.startswith("error: torch_rpc, run 1: agent: ")
+    assert "address already in use" in line.lower()
+
+
+def test_a_transport_that_is_not_there(program, monkeypatch, capsys):
+    monkeypatch.setattr(rpc, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as error:
+        agent_observer.main(agent_observer.Args())
+    assert error.value.code == 2 and "n/a, this build of PyTorch has no" in capsys.readouterr().err
+    run = program("--transport", "torch_rpc,shm", "--world-size", "3", "--episodes", "1", "--episode-steps", "2")
+    run.process.join(60)
+    assert run.process.exitcode == 0 and "torch_rpc, run 1: n/a, this build" in run.read("out")
+    assert "torch_rpc: n/a" in run.read("out").splitlines()
+    assert [line["transport"] for line in json.loads(run.read("report.json"))["benchmark_results"]] == ["shm"]
