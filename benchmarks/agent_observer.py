@@ -93,8 +93,8 @@ class Args:
     """requests of an observer in an episode"""
     compat: bool = False
     """round, time and compute as the original does"""
-    timeout: float = 300.0
-    """seconds after which a run counts as hung"""
+    timeout: float = 120.0
+    """seconds after which the start of a run, or an episode, counts as hung"""
     plot: Path | None = None
     """PNG file for latency and throughput against the x axis; needs matplotlib"""
     from_file: Path | None = None
@@ -452,7 +452,7 @@ def work(world: World, shared: object, rank: int, control: Connection) -> None:
             measured = worker.episode(steps)
             control.send((measured, time.process_time() - cpu))
     except Exception as error:
-        control.send(RunFailed(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"))
+        control.send(RunFailed(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
 def reason(workers: Sequence[Worker], default: str) -> str:
@@ -470,9 +470,9 @@ def reason(workers: Sequence[Worker], default: str) -> str:
     return default
 
 
-def gather(workers: Sequence[Worker], end: float) -> list:
-    """One message of each worker; raises RunFailed if one has died or failed, or at `end`, by time.monotonic."""
-    messages = {}
+def gather(workers: Sequence[Worker], timeout: float) -> list:
+    """One message of each worker; raises RunFailed if one has died or failed, or after `timeout` seconds."""
+    messages, end = {}, time.monotonic() + timeout
     while len(messages) < len(workers):
         missing = [worker for worker in workers if worker.name not in messages]
         waitables = [worker.control for worker in missing] + [worker.process.sentinel for worker in workers]
@@ -499,7 +499,7 @@ def run_world(world: World, timeout: float) -> dict:
 
     However it is left, no process of it is left over.
     """
-    end, workers, measured = time.monotonic() + timeout, [], []
+    workers, measured = [], []
     shared = TRANSPORTS[world.transport][0](world)
     sys.stdout.flush()  # else each process inherits what is in the buffer
     try:
@@ -510,11 +510,11 @@ def run_world(world: World, timeout: float) -> dict:
                 process.start()
                 workers.append(Worker(f"observer {rank}" if rank else "agent", ours, process))
                 theirs.close()  # so that the end of the process shows as the end of the pipe
-        gather(workers, end)
+        gather(workers, timeout)
         for _ in range(world.episodes + (not world.compat)):
             for worker in workers:
                 worker.control.send(world.episode_steps)
-            measured.append(gather(workers, end))
+            measured.append(gather(workers, timeout))
     except BrokenPipeError:
         raise RunFailed(reason(workers, "a process ended")) from None
     finally:
