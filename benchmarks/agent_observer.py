@@ -606,24 +606,30 @@ def print_report(report: dict) -> None:
 
 def plot(report: dict, output: Path) -> None:
     """Draws the four metrics against the x axis: a colour a transport, a line at p50, a band from there to p95."""
+    from matplotlib import ticker
     from matplotlib.figure import Figure
 
     x_axis, results = report.get("x_axis_name"), report["benchmark_results"]
     values = list(dict.fromkeys(line[x_axis] if x_axis else "" for line in results))
-    figure = Figure(figsize=(9, 7.2), layout="constrained")
+    is_to_scale = x_axis in ("world_size", "nlayers", "out_features")
+    places = {value: value if is_to_scale else i for i, value in enumerate(values)}
+    figure = Figure(figsize=(8, 6.6), layout="constrained")
     for axes, metric in zip(figure.subplots(2, 2).T.flatten(), METRICS):
         scale = 1 if metric.endswith("throughput") else 1e6
         for transport, colour in zip(TRANSPORTS, COLOURS):
             lines = [line for line in results if line["transport"] == transport]
-            at = [values.index(line[x_axis] if x_axis else "") for line in lines]
+            at = [places[line[x_axis] if x_axis else ""] for line in lines]
             p50, p95 = ([line[metric][key] * scale for line in lines] for key in ("p50", "p95"))
             if lines:
                 axes.plot(at, p50, marker="o", color=colour, label=transport)
                 axes.vlines(at, p50, p95, color=colour, linewidth=5, alpha=0.3)
                 axes.fill_between(at, p50, p95, color=colour, alpha=0.12, linewidth=0)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
         axes.set_title(f"{metric.split()[0]}: {'latency, µs' if scale > 1 else 'requests per second'}", loc="left")
-        axes.set_xticks(range(len(values)), [str(value) for value in values])
+        axes.set_xticks(list(places.values()), [str(value) for value in places])
         axes.set_xlabel((x_axis or "").replace("_", " "))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
