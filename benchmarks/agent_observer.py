@@ -588,7 +588,7 @@ def print_report(report: dict) -> None:
     first = max(width, len(f"{x_axis} | ")) if x_axis else 0
 
     def cell(value: object, width: int) -> str:
-        text = np.format_float_positional(value) if isinstance(value, float) else str(value)
+        text = np.format_float_positional(value, trim="0") if isinstance(value, float) else str(value)
         return text.ljust(width - 1) + " " if width else ""
 
     for transport in report["transport"].split(","):
