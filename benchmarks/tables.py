@@ -181,6 +181,17 @@ def warmup_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py --warmup` makes them."
 
 
+def reference_table(results: Path) -> str:
+    """What LeanRL has published of the same algorithms."""
+    path = results / "reference_leanrl.json"
+    if not path.exists():
+        return "No reference."
+    reference = load(path)
+    rows = [[f"`{script}`", *(show(fps, 0) for fps in line)] for script, line in reference["fps"].items()]
+    note = f"Steps/s on {reference['hardware']}, from [LeanRL's README]({reference['source']}). On other hardware than"
+    return f"{markdown(['script', *reference['columns']], rows, 1)}\n\n{note} ours: no ratio to our figures means much."
+
+
 def compare_table(results: Path) -> str:
     parts = []
     for path, result in newest(results, "compare"):
@@ -302,6 +313,7 @@ TABLES = {
     "scripts": scripts_table,
     "speed": speed_table,
     "warmup": warmup_table,
+    "reference": reference_table,
     "compare": compare_table,
     "learning": learning_table,
     "compile_inference": partial(compile_table, kind="compile_inference"),

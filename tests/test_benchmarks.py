@@ -362,6 +362,22 @@ def test_scripts_table(tmp_path, results):
     assert set(tables.ALGORITHMS) == scripts
 
 
+def test_reference_table(results):
+    assert tables.reference_table(results) == "No reference."
+    reference = {
+        "source": "https://there",
+        "hardware": "a GPU",
+        "columns": ["eager", "fast"],
+        "fps": {"sac": [1, 1234]},
+    }
+    (results / "reference_leanrl.json").write_text(json.dumps(reference))
+    table = tables.reference_table(results)
+    assert "| `sac` | 1 | 1,234 |" in table and "a GPU, from [LeanRL's README](https://there)" in table
+    published = json.loads((tables.RESULTS / "reference_leanrl.json").read_text())
+    assert {len(line) for line in published["fps"].values()} == {len(published["columns"])}
+    assert published["fps"].keys() < tables.ALGORITHMS.keys()
+
+
 def test_what_is_not_a_default_is_in_the_name_and_in_the_table(tmp_path, results):
     learning.main(
         learning.CollectArgs(
