@@ -276,6 +276,7 @@ class Program:
 
     def run(self, argv: list[str]) -> None:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background ignores it
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(self.folder / name, os.O_CREAT | os.O_WRONLY), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
