@@ -134,7 +134,11 @@ class World:
 
 # ---- The agent ----
 class Agent:
-    """Selects actions. A transport adds `receive` and `reply`, or replaces `serve`."""
+    """Selects actions.
+
+    A transport adds `receive(timeout=None)`, the rows of requests that have arrived (at least one, or none after
+    `timeout` seconds), and `reply(rows, actions)`; or it replaces `serve`.
+    """
 
     def __init__(self, world: World, states: Tensor):
         self.world, self.states = world, states  # [observers, *state_size]: a row for each observer's request
@@ -157,13 +161,6 @@ class Agent:
         actions = actions.tolist()
         self.latencies.append((self.clock() - started, len(rows)))
         return actions
-
-    def receive(self, timeout: float | None = None) -> list[int]:
-        """The rows of requests that have arrived: at least one, or none after `timeout` seconds."""
-        raise NotImplementedError
-
-    def reply(self, rows: Sequence[int], actions: Sequence[int]) -> None:
-        raise NotImplementedError
 
     def serve(self, requests: int) -> None:
         """Answers this many requests."""
@@ -195,14 +192,11 @@ class Agent:
 
 
 class Observer:
-    """Asks for actions. A transport adds `ask`."""
+    """Asks for actions. A transport adds `ask(state)`, which returns the action for a state of [*state_size]."""
 
     def __init__(self, world: World, row: int):
         self.world, self.row = world, row
         self.clock = time.time if world.compat else time.perf_counter
-
-    def ask(self, state: Tensor) -> int:
-        raise NotImplementedError
 
     def episode(self, steps: int) -> list[float]:
         """Seconds from request to action, for each step."""
