@@ -729,9 +729,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     try:
         if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
             helper.start()
-        before = copy.deepcopy(
-            agent.state_dict()
-        )  # now, as it starts threads, which do not live on in a forked process
+        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
