@@ -5,8 +5,9 @@
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from
-all files in benchmarks/results/learning/, the table of scripts from these and the speed, and all others from the newest
-file in benchmarks/results/ of each machine.
+all files in benchmarks/results/learning/, the table of scripts from these and the speed, what a message costs from all
+files of a machine, and all others from the newest file in benchmarks/results/ of each machine. The figures of others
+are in reference_*.json.
 """
 
 import json
@@ -282,31 +283,68 @@ def eager_tips_table(results: Path) -> str:
 
 
 def agent_observer_table(results: Path) -> str:
-    """Each transport at each point of the x axis, and its observer's median latency beside that of torch RPC."""
-    parts, latency = [], "observer latency (seconds)"
-    for path, report in newest(results, "agent_observer"):
-        x_axis = report.get("x_axis_name", "world_size")
-        header = [x_axis.replace("_", " "), "transport", "agent latency p50, µs", "agent requests/s"]
-        header += ["observer latency p50, µs", "p99, µs", "observer requests/s", "CPU a request, µs", "× torch_rpc"]
+    """Each transport at each point, and its observer's median latency beside that of torch RPC.
+
+    The points of a machine come from all of its files; a point that several have measured, from the newest of them.
+    Files with the original's rounding (`--compat`) lack half of the columns and are left out.
+    """
+    names, latency = ("world_size", "batch", "state_size", "nlayers", "out_features"), "observer latency (seconds)"
+    machines, parts = {}, []
+    loaded = [(path, load(path)) for path in sorted(results.glob("agent_observer_*.json"))]
+    for path, report in sorted(loaded, key=lambda pair: pair[1]["started"]):
+        if report["compat"]:
+            continue
+        x_axis, timeout, points = report.get("x_axis_name"), report["batch_timeout"], {}
         p50 = {
             (run["repeat"], run.get(x_axis), run["transport"]): run["metrics"][latency]["p50"] for run in report["runs"]
         }
-        rows = []
         for line in report["benchmark_results"]:
             at, transport = line.get(x_axis), line["transport"]
-            row = [str(line.get(x_axis, report.get(x_axis))), f"`{transport}`"]
+            point = {name: line.get(name, report.get(name)) for name in names}
+            point["batch"] = str(point["batch"]) + ("" if timeout is None else f", {timeout:g} µs")
+            row = [f"`{transport}`"]
             row += [show(line["agent latency (seconds)"]["p50"] * 1e6, 0), show(line["agent throughput"]["p50"], 0)]
             row += [show(line[latency][key] * 1e6, 0) for key in ("p50", "p99")]
-            row += [show(line["observer throughput"]["p50"], 0)]
+            row += [show(line["observer throughput"]["p50"], 0), show(line["requests per batch"], 1)]
             row += [show(sum(line["cpu seconds per request"].values()) * 1e6, 0)]
             turns = [repeat for repeat, *key in p50 if key == [at, transport] and (repeat, at, "torch_rpc") in p50]
             ratios = [p50[repeat, at, transport] / p50[repeat, at, "torch_rpc"] for repeat in turns]
-            rows.append([*row, show(statistics.median(ratios)) if ratios else ""])
-        runs = "One run" if report["repeats"] == 1 else f"Medians of {report['repeats']} runs"
-        note = f"{runs} of {report['episodes']} episodes of {report['episode_steps']} steps each; the transports took"
-        note += " turns. × torch_rpc: the observer's median latency as a multiple of torch RPC's, median of the ratios"
-        parts.append(f"{markdown(header, rows, 2)}\n\n{note} taken turn by turn. {footer(path, results, report)}")
+            row += [show(statistics.median(ratios)) if ratios else ""]
+            points.setdefault(tuple(point.values()), []).append(row)
+        found = machines.setdefault(machine(report), {})
+        found |= {point: (rows, path, report) for point, rows in points.items()}
+    for _, points in sorted(machines.items()):
+        points = dict(sorted(points.items(), key=lambda item: item[0][0]))  # by world size
+        shown = [i for i, name in enumerate(names) if i < 2 or len({point[i] for point in points}) > 1]
+        header = [*(names[i].replace("_", " ") for i in shown), "transport", "agent latency p50, µs"]
+        header += ["agent requests/s", "observer latency p50, µs", "p99, µs", "observer requests/s"]
+        header += ["requests a batch", "CPU a request, µs", "× torch_rpc"]
+        rows = [[*(str(point[i]) for i in shown), *row] for point, (rows, *_) in points.items() for row in rows]
+        note = "The transports took turns. × torch_rpc: the observer's median latency as a multiple of torch RPC's,"
+        parts += [markdown(header, rows, len(shown) + 1), f"{note} median of the ratios taken turn by turn."]
+        for path, report in {path: report for _, path, report in points.values()}.items():
+            runs = "One run" if report["repeats"] == 1 else f"Medians of {report['repeats']} runs"
+            steps = f"{report['episodes']} episodes of {report['episode_steps']} steps each"
+            parts.append(f"{runs} of {steps}. {footer(path, results, report)}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/agent_observer.py` makes them."
+
+
+def agent_observer_reference_table(results: Path) -> str:
+    """What PyTorch has published of the original benchmark."""
+    path = results / "reference_pytorch_rpc.json"
+    if not path.exists():
+        return "No reference."
+    reference = load(path)
+    header = ["world size", "agent latency p50, ms", "agent requests/s", "observer latency p50, ms"]
+    rows = []
+    for line in reference["benchmark_results"]:
+        rows.append([str(line["world_size"])])
+        for who in ("agent", "observer"):
+            rows[-1] += [show(line[f"{who} latency (seconds)"]["p50"] * 1e3, 0)]
+            rows[-1] += [show(line[f"{who} throughput"]["p50"], 0)]
+    note = f"Torch RPC on {reference['hardware']}, batch {reference['batch']}, latencies in whole ms, from"
+    note += f" [PyTorch's README]({reference['source']}). On other hardware than ours: no ratio to our figures"
+    return f"{markdown([*header, 'observer requests/s'], rows, 1)}\n\n{note} means much."
 
 
 TABLES = {
@@ -320,6 +358,7 @@ TABLES = {
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,
     "agent_observer": agent_observer_table,
+    "agent_observer_reference": agent_observer_reference_table,
 }
 
 

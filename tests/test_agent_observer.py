@@ -84,7 +84,7 @@ def made_run(transport: str, world_size: int, repeat: int, wait: float) -> dict:
 
 def made_report(runs: list[dict]) -> dict:
     report = {"batch": True, "transport": "torch_rpc,shm", "repeats": 3, "episodes": 10, "episode_steps": 100}
-    report |= {"compat": False, "x_axis_name": "world_size"}
+    report |= {"compat": False, "x_axis_name": "world_size", "batch_timeout": None}
     report["benchmark_results"] = agent_observer.medians(runs, "world_size", compat=False)
     about = {"cpu": "A Processor", "cores": 2, "torch_threads": 1, "gpu": None}
     report |= {"kind": "agent_observer", "command": "python benchmarks/agent_observer.py", "started": "2026-01-02"}
@@ -110,16 +110,72 @@ def test_medians_over_repeats():
     assert even[0][METRICS[3]]["p50"] == 954  # of 909.1 and 1000
 
 
-def test_readme_table(tmp_path):
+@pytest.fixture
+def results(tmp_path):
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
-    assert "No results yet" in tables.agent_observer_table(folder)
-    (folder / "agent_observer_cpu.json").write_text(json.dumps(made_report(RUNS)))
-    text = tables.agent_observer_table(folder)
+    return folder
+
+
+def save(folder: Path, name: str, report: dict) -> None:
+    (folder / f"agent_observer_{name}.json").write_text(json.dumps(report))
+
+
+def test_readme_table(results):
+    assert "No results yet" in tables.agent_observer_table(results)
+    save(results, "cpu", made_report(RUNS))
+    text = tables.agent_observer_table(results)
     # Turn by turn 0.5, 0.05 and 0.2 of torch RPC's latency; 0.2 is their median, and also that of the medians
-    assert "| 10 | `shm` | 200,000 | 10 | 400,000 | 400,000 | 2 | 30 | 0.20 |" in text
-    assert "| 4 | `torch_rpc` | 400,000 | 5 | 800,000 | 800,000 | 1 | 30 | 1.00 |" in text
+    assert "| 10 | True | `shm` | 200,000 | 10 | 400,000 | 400,000 | 2 | 2.0 | 30 | 0.20 |" in text
+    assert "| 4 | True | `torch_rpc` | 400,000 | 5 | 800,000 | 800,000 | 1 | 2.0 | 30 | 1.00 |" in text
     assert "Medians of 3 runs of 10 episodes of 100 steps" in text
+
+
+def made_report_at(run: dict, started: str, **settings) -> dict:
+    """A report without an x axis."""
+    report = made_report([]) | {"runs": [run], "repeats": 1, "started": started, "world_size": 10} | settings
+    del report["x_axis_name"]
+    return report | {"benchmark_results": agent_observer.medians([run], None, report["compat"])}
+
+
+def test_readme_table_from_several_files(results):
+    save(results, "worlds", made_report(RUNS))
+    run = {"transport": "shm", "repeat": 1}
+    run["metrics"] = agent_observer.metrics_of([(0.001, 1)], [0.002], {"agent": 1e-5, "observer": 2e-5})
+    save(results, "b_batch", made_report_at(run, "2026-01-04", batch=False))
+    save(results, "a_timeout", made_report_at(run, "2026-01-05", batch_timeout=500.0))
+    save(results, "later", made_report_at(run, "2026-01-03"))  # instead of world size 10 of the first
+    compat = {"transport": "shm", "repeat": 1}
+    compat["metrics"] = agent_observer.metrics_of([(0.001, 1)], [0.002], {"agent": 1e-5}, compat=True)
+    save(results, "compat", made_report_at(compat, "2026-01-06", compat=True))
+    text = tables.agent_observer_table(results)
+    rows = [line.split(" | ")[:5] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == [
+        ["| world size", "batch", "transport", "agent latency p50, µs", "agent requests/s"],
+        ["| ---", "---", "---", "--:", "--:"],
+        ["| 4", "True", "`torch_rpc`", "400,000", "5"],
+        ["| 4", "True", "`shm`", "80,000", "25"],
+        ["| 10", "True", "`shm`", "1,000", "1,000"],
+        ["| 10", "False", "`shm`", "1,000", "1,000"],
+        ["| 10", "True, 500 µs", "`shm`", "1,000", "1,000"],
+    ]
+    assert "compat" not in text and text.count("One run of 10 episodes") == 3
+    save(results, "layers", made_report_at(run, "2026-01-07", nlayers=7))
+    assert "| 10 | True | 7 | `shm` |" in tables.agent_observer_table(results)
+
+
+def test_compat_results_alone_make_no_table(results):
+    run = {"transport": "shm", "repeat": 1}
+    run["metrics"] = agent_observer.metrics_of([(0.001, 1)], [0.002], {"agent": 1e-5}, compat=True)
+    save(results, "compat", made_report_at(run, "2026-01-06", compat=True))
+    assert "No results yet" in tables.agent_observer_table(results)
+
+
+def test_reference_table(results):
+    assert tables.agent_observer_reference_table(results) == "No reference."
+    text = tables.agent_observer_reference_table(tables.RESULTS)
+    assert "| 10 | 2 | 4,432 | 2 | 407 |" in text and "| 20 | 4 | 4,244 | 5 | 191 |" in text
+    assert "On other hardware than ours" in text and "/pytorch/blob/" in text
 
 
 def test_screen_has_the_original_table(capsys):
