@@ -211,7 +211,12 @@ class Observer:
 
 # ---- Torch RPC ----
 def join_rpc(world: World, rank: int, name: str) -> None:
-    """Returns when all have joined. The coordinator, which only waits during an episode, is no member."""
+    """Returns when all have joined. The coordinator, which only waits during an episode, is no member.
+
+    PyTorch asks for the host names of the addresses that it connects, and writes the own one so (::ffff:127.0.0.1)
+    that a name server has to answer. Each packet that is lost would cost 5 s.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://{world.master}")
     rpc.init_rpc(name, rank=rank, world_size=world.observers + 1, rpc_backend_options=options)
 

@@ -319,6 +319,16 @@ def test_no_graph_is_kept_but_in_compat(monkeypatch):
     torch.autograd.set_detect_anomaly(False)
 
 
+def test_a_name_server_cannot_hold_up_torch_rpc_for_long(monkeypatch):
+    monkeypatch.setenv("RES_OPTIONS", "")  # so that it is restored
+    monkeypatch.delenv("RES_OPTIONS")
+    options = []
+    monkeypatch.setattr(rpc, "init_rpc", lambda *_, **__: options.append(os.environ["RES_OPTIONS"]))
+    monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda **_: None)
+    agent_observer.join_rpc(made_world("torch_rpc"), 0, "agent")
+    assert options == ["timeout:1"]
+
+
 # ---- Worlds ----
 class Program:
     """The program in a process forked from this one, which has PyTorch already; Ctrl-C goes to its group."""
@@ -347,7 +357,7 @@ class Program:
 
     def wait_for_episodes(self, processes: int) -> list[int]:
         """The agent and the observers, once the agent has worked for a while."""
-        # Now and then torch RPC takes long to start
+        # Torch RPC waits for a second or two where a name server does not answer
         pids = wait_until(lambda: self.children() if len(self.children()) == processes else None, seconds=60)
         # The 14th field, user time, in ticks of 10 ms
         wait_until(lambda: int(Path(f"/proc/{pids[AGENT]}/stat").read_text().rsplit(")", 1)[1].split()[11]) > 15, 60)
