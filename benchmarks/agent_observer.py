@@ -14,12 +14,15 @@ else for one request at a time. One of the original's arguments may be a list wi
 
     torch_rpc   torch.distributed.rpc: the agent acts in the threads that its calls arrive in
     pipe        multiprocessing.Pipe, a pair of sockets for each observer
-    shm         states and actions in shared memory, and semaphores that wake: the lower bound
+    shm         states and actions in shared memory, and semaphores that wake: the lower bound of an observer's median
 
-Agent latency: from the first request of a batch that the agent sees until all of its actions are selected; agent
-throughput: requests of the batch / latency. Observer latency: from asking to having the action; observer throughput:
-1 / latency. Percentiles are over all steps of all episodes; with `--repeats`, medians over the runs. The transports
-take turns. CPU seconds per request are those of all threads of the agent, and of the observers.
+Agent latency: from when the agent has the first request of a batch until all of its actions are selected. It includes
+the wait for the other observers, which is the longer the sooner the agent has the first: the transport that wakes it
+soonest need not have the lowest. Without a batch it is from when the agent has the request, which may then wait for its
+turn behind others that have come with it. Agent throughput: requests of the batch / latency. Observer latency: from
+asking to having the action; observer throughput: 1 / latency. Percentiles are over all steps of all episodes; with
+`--repeats`, medians over the runs. The transports take turns. CPU seconds per request are those of all threads of the
+agent, and of the observers.
 
 The clock is monotonic, latencies are in seconds with microseconds, one episode of warm-up is not counted, and the
 agent keeps no autograd graph. With `--compat` all this is as in the original: the clock is `time.time`, latencies have
@@ -169,7 +172,7 @@ class Agent:
             if self.world.batch:
                 rows = sorted(rows + self.rest_of_batch(len(self.states) - len(rows)))
             for batch in [rows] if self.world.batch else [[row] for row in rows]:
-                self.reply(batch, self.act(batch, started if self.world.batch else self.clock()))
+                self.reply(batch, self.act(batch, started))
             requests -= len(rows)
 
     def rest_of_batch(self, missing: int) -> list[int]:
@@ -604,38 +607,45 @@ def print_report(report: dict) -> None:
 
 
 def plot(report: dict, output: Path) -> None:
-    """Draws the four metrics against the x axis: a colour a transport, a line at p50, a band from there to p95."""
-    from matplotlib import ticker
+    """Draws the four metrics against the x axis: a colour a transport, a line at p50, a band from there to p95.
+
+    One panel below the other, in 12 points on 5.6 inches: legible on a phone.
+    """
+    from matplotlib import rc_context, ticker
     from matplotlib.figure import Figure
 
     x_axis, results = report.get("x_axis_name"), report["benchmark_results"]
     values = list(dict.fromkeys(line[x_axis] if x_axis else "" for line in results))
     is_to_scale = x_axis in ("world_size", "nlayers", "out_features")
     places = {value: value if is_to_scale else i for i, value in enumerate(values)}
-    figure = Figure(figsize=(8, 6.6), layout="constrained")
-    for axes, metric in zip(figure.subplots(2, 2).T.flatten(), METRICS):
-        scale = 1 if metric.endswith("throughput") else 1e6
-        for transport, colour in zip(TRANSPORTS, COLOURS):
-            lines = [line for line in results if line["transport"] == transport]
-            at = [places[line[x_axis] if x_axis else ""] for line in lines]
-            p50, p95 = ([line[metric][key] * scale for line in lines] for key in ("p50", "p95"))
-            if lines:
-                axes.plot(at, p50, marker="o", color=colour, label=transport)
-                axes.vlines(at, p50, p95, color=colour, linewidth=5, alpha=0.3)
-                axes.fill_between(at, p50, p95, color=colour, alpha=0.12, linewidth=0)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-        axes.set_title(f"{metric.split()[0]}: {'latency, µs' if scale > 1 else 'requests per second'}", loc="left")
-        axes.set_xticks(list(places.values()), [str(value) for value in places])
+    with rc_context({"font.size": 12, "axes.titlesize": 12}):
+        figure = Figure(figsize=(5.6, 11.2), layout="constrained")
+        for axes, metric in zip(figure.subplots(4), METRICS):
+            scale = 1 if metric.endswith("throughput") else 1e6
+            for transport, colour in zip(TRANSPORTS, COLOURS):
+                lines = [line for line in results if line["transport"] == transport]
+                at = [places[line[x_axis] if x_axis else ""] for line in lines]
+                p50, p95 = ([line[metric][key] * scale for line in lines] for key in ("p50", "p95"))
+                if lines:
+                    axes.plot(at, p50, marker="o", color=colour, label=transport)
+                    axes.vlines(at, p50, p95, color=colour, linewidth=5, alpha=0.3)
+                    axes.fill_between(at, p50, p95, color=colour, alpha=0.12, linewidth=0)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.yaxis.set_minor_locator(ticker.NullLocator())
+            axes.set_title(f"{metric.split()[0]}: {'latency, µs' if scale > 1 else 'requests per second'}", loc="left")
+            axes.set_xticks(list(places.values()), [str(value) for value in places])
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.25, linewidth=0.6)
         axes.set_xlabel((x_axis or "").replace("_", " "))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, linewidth=0.6)
-    handles, labels = axes.get_legend_handles_labels()
-    title = "line: median; band: from there to p95"
-    figure.legend(handles, labels, title=title, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(output, dpi=150, metadata={"Software": None})
+        handles, labels = axes.get_legend_handles_labels()
+        title = "line: median; band: from there to p95"
+        figure.legend(handles, labels, title=title, loc="outside lower center", ncols=3, frameon=False)
+        try:
+            figure.savefig(output, dpi=150, metadata={"Software": None})
+        except OSError as error:
+            fail(f"--plot {output}: {error.strerror}")
 
 
 # ---- Arguments ----
@@ -696,10 +706,24 @@ def check_args(args: Args, transports: Sequence[str], arguments: dict) -> None:
         fail(f"--transport {args.transport}: n/a, {why_not(transports[0])}")
 
 
+def part_of(path: Path) -> Path:
+    """What becomes the file once it is whole."""
+    return path.with_name(path.name + ".part")
+
+
 def check_files(args: Args) -> None:
-    for name, path in (("output-file-path", Path(args.output_file_path)), ("plot", args.plot)):
-        if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+    output = None if args.from_file else Path(args.output_file_path)
+    for name, path in (("output-file-path", output), ("plot", args.plot)):
+        try:
+            if path is not None:
+                part_of(path).touch()
+                part_of(path).unlink()
+        except (OSError, ValueError):  # a ValueError if the path has no name
             fail(f"--{name} {path}: must be a file in a folder that exists and can be written to")
+        if path is not None and path.is_dir():
+            fail(f"--{name} {path}: must be a file, not a folder")
+    if args.plot and args.plot.suffix != ".png":
+        fail(f"--plot {args.plot}: must be a PNG file")
     if args.plot:
         try:
             import matplotlib  # noqa: F401
@@ -711,9 +735,11 @@ def check_files(args: Args) -> None:
 def write(report: dict, path: Path) -> None:
     """Writes the result with its medians; the file is at every moment a whole one."""
     report["benchmark_results"] = medians(report["runs"], report.get("x_axis_name"), report["compat"])
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(report, indent=1) + "\n")
-    part.replace(path)
+    try:
+        part_of(path).write_text(json.dumps(report, indent=1) + "\n")
+        part_of(path).replace(path)
+    except OSError as error:
+        fail(f"--output-file-path {path}: {error.strerror}")
 
 
 def measure(args: Args, arguments: dict, x_axis: str | None, transports: Sequence[str]) -> dict:
@@ -747,13 +773,22 @@ def measure(args: Args, arguments: dict, x_axis: str | None, transports: Sequenc
     return report
 
 
+def read_report(path: Path) -> dict:
+    what = "must be a result file of this program"
+    try:
+        report = load(path)
+    except OSError as error:
+        fail(f"--from-file {path}: {what} ({error.strerror})")
+    if not (isinstance(report, dict) and report.get("kind") == "agent_observer"):
+        fail(f"--from-file {path}: {what}")
+    return report
+
+
 def main(args: Args) -> None:
     terminate_like_interrupt()
     check_files(args)
     if args.from_file:
-        report = load(args.from_file) if args.from_file.is_file() else {}
-        if report.get("kind") != "agent_observer":
-            fail(f"--from-file {args.from_file}: must be a result file of this program")
+        report = read_report(args.from_file)
     else:
         arguments, x_axis = read_arguments(args)
         transports = list(dict.fromkeys(args.transport.split(",")))

@@ -1,5 +1,6 @@
 """benchmarks/agent_observer.py: its figures, its arguments, and real worlds whose processes are killed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -199,12 +200,21 @@ def test_small_numbers_are_written_out(capsys):
     assert "0.00004 " in capsys.readouterr().out
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_plot_is_legible_on_a_phone(tmp_path, monkeypatch):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    text = pytest.importorskip("matplotlib.text")
     (tmp_path / "report.json").write_text(json.dumps(made_report(RUNS)))
+    figures, save_figure = [], figure_module.Figure.savefig
+    monkeypatch.setattr(
+        figure_module.Figure, "savefig", lambda self, *a, **k: figures.append(self) or save_figure(self, *a, **k)
+    )
     output = tmp_path / "latency.png"
     agent_observer.main(agent_observer.Args(from_file=tmp_path / "report.json", plot=output))
     assert output.read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    assert figure.get_figwidth() <= 5.6 and len(figure.axes) == 4
+    assert len({axes.get_position().x0 for axes in figure.axes}) == 1  # one below the other
+    assert all(each.get_fontsize() >= 12 for each in figure.findobj(text.Text) if each.get_text())
 
 
 # ---- Arguments ----
@@ -225,7 +235,11 @@ def test_plot(tmp_path):
         ("--batch-timeout -1", "--batch-timeout -1.0: must be at least 0"),
         ("--batch-timeout 5 --batch True,False", "--batch-timeout 5.0: needs --batch True"),
         ("--output-file-path no/such/folder.json", "--output-file-path no/such/folder.json: must be"),
+        ("--output-file-path /proc/report.json", "--output-file-path /proc/report.json: must be"),
+        (f"--output-file-path {'x' * 255}", f"--output-file-path {'x' * 255}: must be"),
+        ("--output-file-path .", "--output-file-path .: must be"),
         ("--plot no/such/folder.png", "--plot no/such/folder.png: must be"),
+        ("--plot picture.svg", "--plot picture.svg: must be a PNG file"),
         ("--from-file no_such_file", "--from-file no_such_file: must be"),
     ],
 )
@@ -236,6 +250,30 @@ def test_bad_input(flags, message, capsys, tmp_path, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert error.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"error: {message}")
     assert not list(tmp_path.iterdir())
+
+
+def fails(capsys, function, *arguments) -> str:
+    """The one line of an end with exit status 2."""
+    with pytest.raises(SystemExit) as error:
+        function(*arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2
+    return line
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '"agent_observer"', '{"kind": "speed"}', "{", b"\xff"])
+def test_a_file_that_is_no_result(content, tmp_path, capsys):
+    path = tmp_path / "some.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert str(path) in fails(capsys, agent_observer.main, agent_observer.Args(from_file=path))
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
+    line = fails(capsys, agent_observer.main, agent_observer.Args(from_file=tmp_path))
+    assert line.startswith(f"error: --from-file {tmp_path}: must be")
+    gone = tmp_path / "gone" / "report.json"  # as of a folder that is removed during the measurement
+    line = fails(capsys, agent_observer.write, made_report(RUNS), gone)
+    assert line == f"error: --output-file-path {gone}: No such file or directory"
 
 
 def test_the_list_becomes_the_x_axis():
@@ -308,6 +346,14 @@ def test_one_by_one_without_batch(transport, monkeypatch):
     assert [size for _, size in agent.latencies] == [1, 1]
 
 
+def test_without_batch_latency_counts_from_when_the_agent_has_seen_the_request(monkeypatch):
+    agent, _ = connect("shm", made_world("shm", batch=False), monkeypatch)
+    agent.receive, agent.reply = lambda: [0, 1], lambda rows, actions: None
+    agent.clock = iter((10.0, 11.0, 12.0)).__next__  # both seen, an action for each of them selected
+    agent.serve(2)
+    assert agent.latencies == [(1.0, 1), (2.0, 1)]
+
+
 def test_no_graph_is_kept_but_in_compat(monkeypatch):
     for compat in (False, True):
         agent, ask = connect("shm", made_world("shm", observers=1, compat=compat), monkeypatch)
@@ -368,6 +414,15 @@ class Program:
             return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
         except (FileNotFoundError, ProcessLookupError):
             return True
+
+    def left(self) -> list[int]:
+        """The processes of its session, itself and what it has started, that run."""
+        pids = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                state, _, _, session = path.read_text().rsplit(")", 1)[1].split()[:4]
+                pids += [int(path.parent.name)] if int(session) == self.pid and state != "Z" else []
+        return pids
 
     def check_end(self, pids: list[int], status: int, message: str) -> None:
         """It ends within 10 s with one line, and nothing of it is left."""
@@ -434,11 +489,12 @@ def test_interrupt_ends_the_run(transport, program):
     run.check_end(pids, 128 + signal.SIGINT, f"{transport}, run 1: stopped by Ctrl-C")
 
 
-def test_nothing_outlives_a_killed_coordinator(transport, program):
+@pytest.mark.parametrize("is_at_work", [True, False], ids=["at work", "starting"])
+def test_nothing_outlives_a_killed_coordinator(is_at_work, transport, program):
     run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
-    pids = run.wait_for_episodes(3)
+    assert run.wait_for_episodes(3) if is_at_work else wait_until(run.children)
     os.kill(run.pid, signal.SIGKILL)
-    wait_until(lambda: all(run.is_gone(pid) for pid in pids), seconds=10)
+    wait_until(lambda: not run.left(), seconds=10)
     assert sorted(os.listdir("/dev/shm")) == run.shared_memory
 
 
