@@ -34,7 +34,7 @@ class Args:
     timeout: float = 900.0
     """seconds after which a run is stopped and counts as failed"""
     output: Path | None = None
-    """result file; by default benchmarks/results/saving_DEVICE_DATE.json"""
+    """result file; by default runs/bench/saving_DEVICE_DATE.json"""
 
 
 def main(args: Args) -> None:

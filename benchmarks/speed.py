@@ -19,6 +19,8 @@ Nothing else should run on the machine meanwhile; its load before each run is re
 import ast
 import contextlib
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -40,7 +42,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "leanrl"
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"  # what the README's tables are made of: only an explicit --output goes there
+BENCH = Path("runs/bench")
 
 Variant = Literal["eager", "none", "compile", "cudagraphs", "compile+cudagraphs"]
 FLAGS = {
@@ -49,6 +52,8 @@ FLAGS = {
     "cudagraphs": ["--cudagraphs"],
     "compile+cudagraphs": ["--compile", "--cudagraphs"],
 }
+PACKAGES = ("tensordict", "gymnasium", "envpool", "mujoco", "numpy", "jax")  # whose versions a result has
+RESULT_KEYS = ("kind", "command", "started", "ended", "device", "hardware", "versions", "settings", "runs")
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Args:
     timeout: float = 900.0
     """seconds after which a run is stopped and counts as failed"""
     output: Path | None = None
-    """result file; by default benchmarks/results/speed_DEVICE_DATE.json, or warmup_… with --warmup"""
+    """result file; by default runs/bench/speed_DEVICE_DATE.json, or warmup_… with --warmup"""
 
 
 def fail(message: str) -> NoReturn:
@@ -392,8 +397,31 @@ def new_result(kind: str, args: object, probe: dict, device: str) -> dict:
     command += [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "against")}
     result = {"kind": kind, "command": shlex.join(command), "started": now(), "ended": None, "device": device}
-    result |= {"hardware": hardware(probe), "versions": {"python": platform.python_version(), "torch": probe["torch"]}}
+    versions = {"python": platform.python_version(), "torch": probe["torch"]}
+    for name in PACKAGES:
+        versions[name] = importlib.metadata.version(name) if importlib.util.find_spec(name) else None
+    result |= {"hardware": hardware(probe), "versions": versions}
     return result | {"settings": settings, "medians": [], "runs": []}
+
+
+def read_result(flag: str, path: Path, kind: str) -> dict:
+    """The result in a file; ends the program if that holds no result of this kind, or a part of one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        result = json.loads(path.read_text())
+        if result["kind"] == kind and {*RESULT_KEYS} <= {*result}:
+            return result
+    fail(f"{flag} {path}: must be a result file of the kind {kind}")
+
+
+def check_output(path: Path, kind: str) -> None:
+    """Ends the program if no result of this kind can be written to `path`, or if that is there and is none."""
+    found = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+    is_there = found == path.absolute()
+    places = {found, found.parent} if is_there else {found}  # the file is replaced as a whole
+    if is_there == found.is_dir() or not all(os.access(place, os.W_OK) for place in places):
+        fail(f"--output {path}: must be a file that can be written")
+    if is_there:
+        read_result("--output", path, kind)
 
 
 def write(result: dict, path: Path) -> None:
@@ -403,15 +431,18 @@ def write(result: dict, path: Path) -> None:
 def save(result: dict, path: Path, medians: list[dict], indent: int | None = 1) -> None:
     """Writes the result with its medians; the file is at every moment a whole one."""
     result["medians"] = medians
-    for run in finished(result["runs"]):
-        result["versions"] |= run["summary"]["versions"]
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=indent, default=str) + "\n")
     part.replace(path)
 
 
-def result_path(kind: str, device: str, probe: dict, folder: Path = RESULTS) -> Path:
-    """A name in `folder` that is not in use yet: KIND_DEVICE_DATE.json."""
+def result_path(kind: str, device: str, probe: dict, folder: Path = BENCH) -> Path:
+    """A name in `folder`, which is made if need be, that is not in use yet: KIND_DEVICE_DATE.json."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"{folder}: must be a folder that can be written to ({error.strerror})")
     name = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", probe["gpu"].lower()).strip("-")
     stem = f"{kind}_{name}_{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     path, count = folder / f"{stem}.json", 1
@@ -509,8 +540,6 @@ def check_args(args: Args, device: str) -> None:
         fail(f"--learning-starts {args.learning_starts}: must be at least 0")
     if device == "cpu" and any("cudagraphs" in variant for variant in args.variants):
         fail("--variants: cudagraphs needs a CUDA device and --cuda")
-    if args.output is not None and (args.output.is_dir() or not args.output.resolve().parent.is_dir()):
-        fail(f"--output {args.output}: must be a file in a folder that exists")
 
 
 def possible_variants(device: str) -> list[str]:
@@ -544,9 +573,8 @@ def main(args: Args) -> None:
     device = "cuda" if args.cuda and probe["gpu"] else "cpu"
     check_args(args, device)
     kind = "warmup" if args.warmup else "speed"
-    if args.output is None:
-        RESULTS.mkdir(exist_ok=True)
     output = args.output or result_path(kind, device, probe)
+    check_output(output, kind)
     result = new_result(kind, args, probe, device)
     warn_if_busy()
     variants = list(dict.fromkeys(args.variants)) or possible_variants(device)

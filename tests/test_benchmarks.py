@@ -199,6 +199,29 @@ def test_warmup_runs_once_cold_and_twice_warm(stand_in, tmp_path):
     assert (line["cold"], line["warm"]) == (9.0, 1.0)
 
 
+def test_an_output_is_new_or_a_result_of_its_kind(tmp_path, capsys, monkeypatch):
+    good, other = tmp_path / "good.json", tmp_path / "other.json"
+    speed.save(speed.new_result("speed", speed.Args(), PROBE, "cpu"), good, [])
+    for path in (good, tmp_path / "new.json", tmp_path / "no" / "folder" / "yet.json"):
+        speed.check_output(path, "speed")
+    speed.save(json.loads(good.read_text()), path, [])  # and the folder is made
+    speed.check_output(path, "speed")
+    refused = {tmp_path: "that can be written", good / "below.json": "that can be written", other: "of the kind speed"}
+    for text in ("", "[]", "{}", '{"kind": "speed"}', good.read_text().replace('"speed"', '"warmup"', 1)):
+        other.write_text(text)
+        for path, words in refused.items():
+            with pytest.raises(SystemExit) as error:
+                speed.check_output(path, "speed")
+            message = capsys.readouterr().err
+            assert error.value.code == 2 and f"--output {path}: must be a" in message and words in message
+        assert other.read_text() == text
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)  # root may write everywhere
+    for path in (good, tmp_path / "new.json"):
+        with pytest.raises(SystemExit) as error:
+            speed.check_output(path, "speed")
+        assert error.value.code == 2 and "that can be written" in capsys.readouterr().err
+
+
 def test_names_of_scripts(capsys):
     assert speed.find_scripts(["td3", "sac_continuous_action_torchcompile.py", "dqn", "dqn"]) == [
         "td3_continuous_action",
