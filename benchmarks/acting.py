@@ -18,6 +18,8 @@ from speed import SCRIPTS
 sys.path.append(str(SCRIPTS))
 atari = importlib.import_module("ppo_atari_envpool")
 ACTIONS = 4  # Breakout's
+# Calls that compile: on CUDA the second captures the graph, in backends and modes with one
+FIRST_CALLS = {"cpu": 1, "cuda": 2}
 
 
 def explore(network: torch.nn.Module, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,12 +70,15 @@ def now(device: str) -> float:
 def take_turns(
     seconds_of: Callable[[Callable], float], arms: Mapping[str, Callable], most: int, limit: float, least: int
 ) -> dict[str, list[float]]:
-    """Seconds of `most` calls of each arm, one after the other; once `limit` seconds an arm are over, of `least`."""
+    """Seconds of `most` calls of each arm, one after the other; once `limit` seconds an arm are over, of `least`.
+
+    Every second turn is in reverse order, so that none of the arms always follows the other.
+    """
     seconds = {name: [] for name in arms}
     end = time.perf_counter() + limit * len(arms)
     for turn in range(most):
         if turn >= least and time.perf_counter() > end:
             break
-        for name, arm in arms.items():
-            seconds[name].append(seconds_of(arm))
+        for name in list(arms)[:: -1 if turn % 2 else 1]:
+            seconds[name].append(seconds_of(arms[name]))
     return seconds

@@ -22,7 +22,7 @@ from typing import Annotated
 
 import tyro
 
-from compile_inference import CompileArgs, import_acting, run
+from compile_inference import CompileArgs, import_acting, in_turn, run
 from speed import fail
 
 
@@ -55,7 +55,7 @@ def measure(cell: Mapping[str, object]) -> dict:
     """Rollouts with the eager and the compiled policy in turns: steps/s, and what compiling cost."""
     import torch
 
-    from acting import Explorer, atari, compilations, compiled, explore, now, take_turns
+    from acting import FIRST_CALLS, Explorer, atari, compilations, compiled, explore, now, take_turns
 
     torch.set_num_threads(cell["threads"])
     torch.manual_seed(cell["repeat"])
@@ -63,7 +63,7 @@ def measure(cell: Mapping[str, object]) -> dict:
     args = atari.Args(num_envs=cell["num_envs"], num_steps=cell["num_steps"], env_id=cell["env_id"])
     games = atari.Emulators(args.env_id, range(args.num_envs), first=0)
     agent = Explorer(args, int(games.pool.action_space.n), device)
-    arms = {"eager": explore, "compiled": compiled(cell["backend"], cell["mode"])}
+    arms = in_turn({"eager": explore, "compiled": compiled(cell["backend"], cell["mode"])}, cell["repeat"])
     rows = itertools.cycle(range(args.num_steps))
 
     def rollout(policy: Callable, steps: int = args.num_steps) -> float:
@@ -76,7 +76,7 @@ def measure(cell: Mapping[str, object]) -> dict:
         return seconds
 
     rollout(explore, steps=1)
-    compile_seconds = rollout(arms["compiled"], steps=1)
+    compile_seconds = rollout(arms["compiled"], steps=FIRST_CALLS[device.type])
     take_turns(rollout, arms, cell["burn_in"], cell["seconds"], least=1)
     rates.clear()
     seconds = take_turns(rollout, arms, cell["num_iters"], cell["seconds"], least=2)

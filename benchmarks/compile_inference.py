@@ -1,6 +1,6 @@
 """Measures what torch.compile gains when the policy acts: backend × mode × batch size, after RLlib's benchmark.
 
-    python benchmarks/compile_inference.py                  batch sizes 1 to 1,024; some 10 minutes on a CPU
+    python benchmarks/compile_inference.py                  batch sizes 1 to 1,024; some 15 minutes on a CPU
     python benchmarks/compile_inference.py --quick          three batch sizes, in less than 3 minutes
     python benchmarks/compile_inference.py --backend inductor --mode default max-autotune -bs 1 8 -n 600 --cpu
     python benchmarks/compile_inference.py --result RESULT.json --plot heat_map.png   draws what was measured before
@@ -8,18 +8,18 @@
 What is measured is the exploration forward of PPO's Atari policy: from a batch of observations to logits, sampled
 actions, their log-probabilities and the values. The metric is RLlib's, 1/t of a call (its median), and the speed-up
 compiled / eager - 1. Each cell (backend, mode, batch size) is measured `--repeats` times, each time in a fresh process,
-in which eager and compiled calls take turns; the cells take turns, too. The speed-up is the median of those of the
-processes, its interval the 95 % percentile bootstrap interval of that median.
+in which eager and compiled calls take turns, the first of them by turns, too; so do the cells. The speed-up is the
+median of those of the processes, its interval the 95 % percentile bootstrap interval of that median; of fewer than 5
+there is none.
 
 A cell's first process finds an empty compiler cache, the others what it left there; the first call in each is the
-compile time. What Inductor builds once a machine (on a CPU, compiled headers and tests of the vector instructions) is
-built before. A process is forked from this program, which has imported torch and done nothing with it, or begun anew
-for CUDA, which can't be forked. Cells that can't run are n/a, with the reason. The result is a JSON file, written anew
-after each process.
+compile time, on CUDA the first two, as the second captures the graph. What Inductor builds once a machine (on a CPU,
+compiled headers and tests of the vector instructions) is built before. A process is forked from this program, which has
+imported torch and done nothing with it, or begun anew for CUDA, which can't be forked. Cells that can't run are n/a,
+with the reason. The result is a JSON file, written anew after each process.
 """
 
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -28,27 +28,33 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from itertools import chain
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
 
+from intervals import bootstrap_interval
 from speed import (
     PROBE,
-    RESULTS,
     ask,
+    check_output,
     fail,
     finished,
     median,
     new_result,
     now,
+    print_table,
+    read_result,
     result_path,
+    save,
     scrub,
     show,
     terminate_like_interrupt,
@@ -57,6 +63,7 @@ from speed import (
 SIZES = {"compile_inference": "batch_size", "compile_exploration": "num_envs"}  # what a cell is the size of, by kind
 FIGURES = {"compile_inference": "calls/s", "compile_exploration": "steps/s"}
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "onnxrt", "ipex", "openvino")
+LEAST_RUNS = 5  # processes that an interval needs
 ABSENT = {  # what RLlib's table has besides what torch still has
     "onnxrt": "torch has taken this backend out",
     "ipex": "Intel has discontinued its extension of PyTorch",
@@ -75,8 +82,7 @@ class CompileArgs:
     backend: tuple[str, ...] = BACKENDS
     """backends of torch.compile"""
     mode: tuple[str, ...] = ()
-    """modes of torch.compile; by default default, reduce-overhead and max-autotune, on a CPU without reduce-overhead,
-    which only adds CUDA graphs to default"""
+    """modes of torch.compile; by default default, reduce-overhead and max-autotune"""
     cpu: tyro.conf.FlagCreatePairsOff[bool] = False
     """measure on the CPU also where there is a CUDA device"""
     repeats: int = 5
@@ -88,7 +94,7 @@ class CompileArgs:
     timeout: float = 600.0
     """seconds after which a process is stopped and counts as failed"""
     output: Path | None = None
-    """result file; by default benchmarks/results/KIND_DEVICE_DATE.json"""
+    """result file; by default runs/bench/KIND_DEVICE_DATE.json"""
     result: Path | None = None
     """a result file that is there already: nothing is measured, its table is printed, and drawn with --plot"""
     plot: Path | None = None
@@ -108,18 +114,23 @@ class Args(CompileArgs):
 
 
 # ---- In a process of its own ----
+def in_turn(arms: Mapping[str, object], turn: int) -> dict[str, object]:
+    """The arms, in reverse order in every second turn, so that none of them always follows the other."""
+    return dict(list(arms.items())[:: -1 if turn % 2 else 1])
+
+
 def measure(cell: Mapping[str, object]) -> dict:
     """Calls of the policy, eager and compiled in turns: calls/s, what compiling cost, and how far the logits differ."""
     import torch
 
-    from acting import ACTIONS, atari, compilations, compiled, explore, now, take_turns
+    from acting import ACTIONS, FIRST_CALLS, atari, compilations, compiled, explore, now, take_turns
 
     torch.set_num_threads(cell["threads"])
     torch.manual_seed(cell["repeat"])
     device = cell["device"]
     network = atari.AtariActorCritic(ACTIONS).to(device)
     observation = torch.randint(256, (cell["batch_size"], *atari.FRAMES), dtype=torch.uint8, device=device)
-    arms = {"eager": explore, "compiled": compiled(cell["backend"], cell["mode"])}
+    arms = in_turn({"eager": explore, "compiled": compiled(cell["backend"], cell["mode"])}, cell["repeat"])
 
     def seconds_of(act: Callable) -> float:
         started = now(device)
@@ -128,7 +139,7 @@ def measure(cell: Mapping[str, object]) -> dict:
 
     with torch.no_grad():
         logits = arms["eager"](network, observation)[0]
-        compile_seconds = seconds_of(arms["compiled"])
+        compile_seconds = sum(seconds_of(arms["compiled"]) for _ in range(FIRST_CALLS[device]))
         take_turns(seconds_of, arms, cell["burn_in"], cell["seconds"], least=1)
         difference = (arms["compiled"](network, observation)[0] - logits).abs().max().item()
         seconds = take_turns(seconds_of, arms, cell["num_iters"], cell["seconds"], least=5)
@@ -150,9 +161,16 @@ def compile_first(cell: Mapping[str, object]) -> dict:
     return {}
 
 
+def end_with_parent() -> None:
+    """Ends this process and what it has started once the one that started it is gone, however that came."""
+    wait([multiprocessing.parent_process().sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
 def child(measure: Callable[[Mapping], dict], cell: Mapping[str, object], cache: Path, sender: Connection) -> None:
     """Sends what `measure` makes of the cell, with `cache` for the compiler's files; what it prints goes nowhere."""
     os.setsid()  # so that it can be ended together with the compilers that it starts
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -175,9 +193,9 @@ def run_cell(measure: Callable[[Mapping], dict], cell: Mapping[str, object], cac
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=child, args=(measure, cell, cache, sender))
     load, started = os.getloadavg()[0], time.perf_counter()
-    process.start()
-    sender.close()
     try:
+        process.start()
+        sender.close()
         if receiver.poll(timeout):
             outcome = receiver.recv()
         else:
@@ -186,10 +204,11 @@ def run_cell(measure: Callable[[Mapping], dict], cell: Mapping[str, object], cac
         process.join()
         outcome = {"status": "failed", "reason": f"its process ended with exit status {process.exitcode}"}
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # should it not have a group yet
-        process.join()
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # should it not have a group yet
+            process.join()
     seconds = round(time.perf_counter() - started, 2)
     return {"load_before": round(load, 2), "process_seconds": seconds, **outcome}
 
@@ -202,13 +221,14 @@ def why_not(backend: str, mode: str, device: str, registered: Sequence[str]) -> 
         return "only inductor has modes"
     if backend == "cudagraphs" and device == "cpu":
         return "needs CUDA"
+    if mode == "reduce-overhead" and device == "cpu":
+        return "all that it adds to default is CUDA graphs"
     return None
 
 
-def plan(args: CompileArgs, device: str, registered: Sequence[str], modes: Sequence[str]) -> list[tuple[str, str]]:
+def plan(args: CompileArgs, registered: Sequence[str], modes: Sequence[str]) -> list[tuple[str, str]]:
     """The (backend, mode) to measure; ends the program if one of their names is unknown."""
-    default = ("default", "max-autotune") if device == "cpu" else ("default", "reduce-overhead", "max-autotune")
-    chosen = args.mode or (("default",) if args.quick else default)
+    chosen = args.mode or (("default",) if args.quick else ("default", "reduce-overhead", "max-autotune"))
     for flag, names, known in (("backend", args.backend, [*registered, *ABSENT]), ("mode", chosen, modes)):
         for name in names:
             if name not in known:
@@ -217,11 +237,11 @@ def plan(args: CompileArgs, device: str, registered: Sequence[str], modes: Seque
 
 
 # ---- Medians ----
-def bootstrap_interval(values: Sequence[float], resamples: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of the median; of 5 values that is from the least to the greatest."""
-    drawn = np.random.default_rng(0).choice(values, (resamples, len(values)))
-    low, high = np.percentile(np.median(drawn, 1), (2.5, 97.5))
-    return float(low), float(high)
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """95 % percentile interval of the median; of 5 values that is from the least to the greatest, of fewer None."""
+    if len(values) < LEAST_RUNS:
+        return None
+    return [round(float(end), 4) for end in bootstrap_interval(values, np.median)]
 
 
 def summarise(runs: Sequence[Mapping], size: str) -> list[dict]:
@@ -232,11 +252,11 @@ def summarise(runs: Sequence[Mapping], size: str) -> list[dict]:
         every = [run for run in runs if all(run[key] == names[key] for key in names)]
         own = finished(every)
         reasons = [run["reason"] for run in every if run["status"] != "finished"]
-        line = names | {"runs": len(own), "failed": len(every) - len(own), "reason": reasons[-1] if reasons else None}
+        failed = sum(run["status"] == "failed" for run in every)
+        line = names | {"runs": len(own), "failed": failed, "reason": reasons[-1] if reasons else None}
         for key in ("eager", "compiled", "speedup"):
             line[key] = median([run[key] for run in own])
-        speedups = [run["speedup"] for run in own]
-        line["interval"] = [round(end, 4) for end in bootstrap_interval(speedups)] if speedups else None
+        line["interval"] = median_interval([run["speedup"] for run in own])
         for cache in ("cold", "warm"):
             seconds = [run["compile_seconds"] for run in own if run["cache"] == cache]
             line[f"compile_seconds_{cache}"] = median(seconds, 2)
@@ -244,13 +264,6 @@ def summarise(runs: Sequence[Mapping], size: str) -> list[dict]:
             line[key] = max((run[key] for run in own if key in run), default=None)
         lines.append(line)
     return lines
-
-
-def store(result: dict, path: Path, medians: list[dict]) -> None:
-    """Writes the result with its medians; the file is at every moment a whole one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result | {"medians": medians}, indent=1, default=str) + "\n")
-    part.replace(path)
 
 
 # ---- Table and picture ----
@@ -261,41 +274,49 @@ def percent(share: float | None) -> str:
     return f"{points:+d} %".replace("-", "−") if points else "0 %"
 
 
-def spread(interval: Sequence[float] | None) -> str:
-    return "" if interval is None else "{} to {}".format(*map(percent, interval)).replace(" %", "", 1)
+def spread(line: Mapping) -> str:
+    """The interval of a cell's speed-up; of too few processes their number."""
+    if line["interval"] is None:
+        return f"{line['runs']} of {LEAST_RUNS} runs" if line["runs"] else ""
+    return "{} to {}".format(*map(percent, line["interval"])).replace(" %", "", 1)
 
 
 def by_backend_and_mode(lines: Sequence[Mapping]) -> dict[tuple[str, str], list[Mapping]]:
-    """The lines of each (backend, mode), those that could run first."""
-    groups = {}
+    """The lines of each (backend, mode), those that could run first; modes that can't for the same reason are one."""
+    groups, merged = {}, {}
     for line in sorted(lines, key=lambda line: line["runs"] == 0):
         groups.setdefault((line["backend"], line["mode"]), []).append(line)
-    return groups
+    for (backend, mode), group in groups.items():
+        reasons = mode if any(line["runs"] for line in group) else frozenset(line["reason"] for line in group)
+        merged.setdefault((backend, reasons), {})[mode] = group
+    return {(backend, ", ".join(modes)): [*chain(*modes.values())] for (backend, _), modes in merged.items()}
 
 
-def print_table(result: Mapping) -> None:
+def print_cells(result: Mapping) -> None:
     kind = result["kind"]
     size, unit = SIZES[kind], FIGURES[kind]
     rows = [
         ["backend", "mode", size.replace("_", " "), f"eager {unit}", f"compiled {unit}", "speed-up", "95 % interval"]
     ]
-    rows[0] += ["compile s", "warm s", "recompiles", "breaks", "logits differ", ""]
+    rows[0] += ["compile s", "warm s", "recompiles", "breaks", "logits differ"]
+    reasons = []
     for (backend, mode), lines in by_backend_and_mode(summarise(result["runs"], size)).items():
         if not any(line["runs"] for line in lines) and len({line["reason"] for line in lines}) == 1:
             sizes = f"{lines[0][size]:,}" + (f" to {lines[-1][size]:,}" if len(lines) > 1 else "")
-            rows.append([backend, mode, sizes, "", "", "n/a", *[""] * 6, lines[0]["reason"]])
+            rows.append([backend, mode, sizes, "", "", "n/a", *[""] * 6])
+            reasons.append(f"{backend} {mode} {sizes}: {lines[0]['reason']}")
             continue
         for line in lines:
             difference = line["max_logit_difference"]
             rows.append([backend, mode, f"{line[size]:,}", show(line["eager"], 1), show(line["compiled"], 1)])
-            rows[-1] += [percent(line["speedup"]), spread(line["interval"])]
+            rows[-1] += [percent(line["speedup"]), spread(line)]
             rows[-1] += [show(line[f"compile_seconds_{cache}"], 1) for cache in ("cold", "warm")]
             rows[-1] += [show(line[key], 0) for key in ("recompiles", "graph_breaks")]
-            rows[-1] += ["-" if difference is None else f"{difference:.1e}", line["reason"] or ""]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [c.ljust(w) if i in (0, 1, 12) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-        print("  ".join(cells).rstrip())
+            rows[-1] += ["-" if difference is None else f"{difference:.1e}"]
+            reasons += [f"{backend} {mode} {line[size]:,}: {line['reason']}"] * bool(line["reason"])
+    print_table(rows)
+    for reason in reasons:
+        print(reason)
 
 
 def heat_map(result: Mapping, output: Path) -> None:
@@ -321,10 +342,10 @@ def heat_map(result: Mapping, output: Path) -> None:
     image = axes.imshow(np.ma.masked_invalid(ratios), cmap="RdBu", vmin=-most, vmax=most, aspect="auto")
     for row, each in enumerate(sizes):
         for column, lines in enumerate(columns.values()):
-            line = lines.get(each, {"speedup": None, "interval": None})
+            line = lines.get(each, {"speedup": None, "interval": None, "runs": 0})
             colour = "white" if abs(ratios[row][column]) > 0.6 * most else "black"
             axes.text(column, row - 0.12, percent(line["speedup"]), ha="center", va="center", color=colour, fontsize=14)
-            text = spread(line["interval"])
+            text = spread(line)
             axes.text(column, row + 0.28, text, ha="center", va="center", color=colour, fontsize=9.5)
     axes.set_xticks(range(len(columns)), [f"{backend}\n{mode}" for backend, mode in columns], fontsize=12)
     axes.set_yticks(range(len(sizes)), [f"{each:,}" for each in sizes], fontsize=12)
@@ -355,33 +376,22 @@ def heat_map(result: Mapping, output: Path) -> None:
 
 # ---- The benchmark ----
 def check_args(args: CompileArgs) -> None:
-    for name, least in (("repeats", 5), ("threads", 1), ("burn_in", 0), ("num_iters", 1)):
+    for name, least in (("repeats", LEAST_RUNS), ("threads", 1), ("burn_in", 0), ("num_iters", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     for name in ("timeout", "seconds"):
         if getattr(args, name) <= 0:
             fail(f"--{name} {getattr(args, name)}: must be above 0")
+    for name in ("backend", *SIZES.values()):
+        if getattr(args, name, None) == ():
+            fail(f"--{name.replace('_', '-')}: must be followed by at least one value")
     for name in SIZES.values():
         for value in getattr(args, name, ()):
             if value < 1:
                 fail(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    for name in ("output", "plot"):
-        path = getattr(args, name)
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            fail(f"--{name} {path}: must be a file in a folder that exists")
-    if args.result is not None and not args.result.is_file():
-        fail(f"--result {args.result}: must be a result file")
-
-
-def read_result(path: Path, kind: str) -> dict:
-    try:
-        result = json.loads(path.read_text())
-        if result["kind"] == kind and result["runs"]:
-            return result
-    except (ValueError, KeyError, TypeError):
-        pass
-    fail(f"--result {path}: must be a result of {kind}.py")
+    if args.plot is not None and (args.plot.is_dir() or not os.access(args.plot.resolve().parent, os.W_OK)):
+        fail(f"--plot {args.plot}: must be a file in a folder that can be written to")
 
 
 @contextlib.contextmanager
@@ -436,7 +446,7 @@ def measure_cells(
                 outcome = run_cell(measure, cell | own, cache, timeout)
                 outcome = {"cache": "cold" if repeat == 1 else "warm", "threads": settings["threads"], **outcome}
                 result["runs"].append(cell | {"repeat": repeat} | outcome)
-                store(result, output, summarise(result["runs"], size))
+                save(result, output, summarise(result["runs"], size))
                 if outcome["status"] == "failed":
                     over.append(cell)
                     print(f"failed: {outcome['reason']}", flush=True)
@@ -459,27 +469,29 @@ def run(args: CompileArgs, kind: str, sizes: Sequence[int], measure: Callable[[M
     terminate_like_interrupt()
     check_args(args)
     if args.result:
-        result, failed = read_result(args.result, kind), False
-        print_table(result)
+        result, failed = read_result("--result", args.result, kind), False
+        print_cells(result)
     else:
         probe, choices = ask(PROBE), ask(CHOICES)
         device = "cuda" if probe["gpu"] and not args.cpu else "cpu"
         probe["threads"] = args.threads or probe["threads"]
-        pairs = plan(args, device, choices["backends"], choices["modes"])
-        import_acting()
-        RESULTS.mkdir(exist_ok=True)
+        pairs = plan(args, choices["backends"], choices["modes"])
         output, result = args.output or result_path(kind, device, probe), new_result(kind, args, probe, device)
+        check_output(output, kind)
+        import_acting()
+        sizes = list(dict.fromkeys(sizes))
         result["settings"] = {k: v for k, v in result["settings"].items() if k not in ("plot", "result")} | settings
+        result["settings"] |= {SIZES[kind]: sizes, "mode": list(dict.fromkeys(mode for _, mode in pairs))}
         settings["threads"] = probe["threads"]
 
         def finish() -> None:
-            store(result, output, summarise(result["runs"], SIZES[kind]))
+            save(result, output, summarise(result["runs"], SIZES[kind]))
             print()
-            print_table(result)
+            print_cells(result)
 
         with until_stopped(result, output, finish):
             common = (measure, choices["backends"], args.repeats, args.timeout)
-            measure_cells(pairs, list(dict.fromkeys(sizes)), settings, result, output, *common)
+            measure_cells(pairs, sizes, settings, result, output, *common)
         failed = any(run["status"] == "failed" for run in result["runs"])
     if args.plot:
         heat_map(result, args.plot)

@@ -5,11 +5,18 @@
     python benchmarks/eager_tips.py --tips item pinned    some of them
 
 The first six tips are LeanRL's, the others this project's. A tip is measured `--repeats` times, each time in a fresh
-process, in which the two snippets take turns; what stands above the line `# timed` is done once and not timed. The
-ratio is the median over the processes, its interval the 95 % percentile bootstrap interval of that median. A tip whose
-interval is not wholly above 1 does not hold on this device. The result is a JSON file, written anew after each process.
+process, in which the two snippets take turns, the first of them by turns, too; what stands above the line `# timed` is
+done once and not timed, and the names of both parts are local variables, as in the scripts. The ratio is the median
+over the processes, its interval the 95 % percentile bootstrap interval of that median; of fewer than 5 there is none.
+
+The control, which is always measured, is a pair of the same snippets, whose ratio would be 1 if nothing else counted.
+The end of its interval that is farther from 1 (as a factor) is what this benchmark can't tell from 1: a tip holds on
+this device if its whole interval is above that, and the opposite holds if it is below the inverse.
+
+The result is a JSON file, written anew after each process.
 """
 
+import itertools
 import signal
 import statistics
 import sys
@@ -22,11 +29,23 @@ from pathlib import Path
 
 import tyro
 
-from compile_inference import bootstrap_interval, run_cell, store, until_stopped
-from speed import PROBE, RESULTS, ask, fail, finished, median, new_result, result_path, terminate_like_interrupt
+from compile_inference import LEAST_RUNS, in_turn, median_interval, run_cell, until_stopped
+from speed import (
+    PROBE,
+    ask,
+    check_output,
+    fail,
+    finished,
+    median,
+    new_result,
+    print_table,
+    result_path,
+    save,
+    terminate_like_interrupt,
+)
 
-PRELUDE = "import torch\nfrom torch import nn\n"
 MLP = "nn.Sequential(nn.Linear(17, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 6)).to(device)"
+CALL = "# timed\nlogits = network(observation)\n"
 BLOCK = 0.02  # seconds that a block of calls takes at least, so that the clock's own time does not count
 
 
@@ -89,7 +108,7 @@ TIPS = {
         "no `eval()` and `train()` around each call",
         setup=f"network = {MLP}.requires_grad_(False)\nobservation = torch.ones(8, 17, device=device)\n",
         slow="# timed\nnetwork.eval()\nlogits = network(observation)\nnetwork.train()\n",
-        fast="# timed\nlogits = network(observation)\n",
+        fast=CALL,
         same="logits",
     ),
     "attribute": Tip(
@@ -120,6 +139,21 @@ TIPS = {
         slow="# timed\nvalues.mul_(0.5).add_(1.0)\n",
         fast="# timed\nvalues = values * 0.5 + 1.0\n",
         same="values",
+    ),
+    "pinned_buffer": Tip(
+        "transfer from a pinned buffer that is made once",
+        needs="CUDA",
+        setup="batch = torch.ones(256, 4, 84, 84, dtype=torch.uint8)\n",
+        slow="# timed\nobservation = batch.to(device)\n",
+        fast=snippet("""
+            buffer, is_read = torch.empty_like(batch, pin_memory=True), torch.cuda.Event()
+            # timed
+            is_read.synchronize()  # the transfer before must be over
+            buffer.copy_(batch)
+            observation = buffer.to(device, non_blocking=True)
+            is_read.record()
+        """),
+        same="observation",
     ),
     "fullgraph": Tip(
         "one full graph, not a broken one",
@@ -221,13 +255,37 @@ TIPS = {
         """),
         same="weight",
     ),
+    "control": Tip(
+        "control: the same snippet twice",
+        setup=f"network = {MLP}.requires_grad_(False)\nobservation = torch.ones(8, 17, device=device)\n",
+        slow=CALL,
+        fast=CALL,
+        same="logits",
+    ),
 }
+# A snippet's names are local variables of a function, which is sent numbers of calls and yields their seconds
+FUNCTION = """
+import torch
+from torch import nn
+
+def snippet(device, synchronize, perf_counter, seconds=None):
+    torch.manual_seed(0)
+{before}
+    while True:
+        number_of_calls = yield seconds
+        synchronize()
+        started = perf_counter()
+        for _ in range(number_of_calls):
+{timed}
+        synchronize()
+        seconds = perf_counter() - started
+"""
 
 
 @dataclass
 class Args:
     tips: tuple[str, ...] = tuple(TIPS)
-    """tips to measure"""
+    """tips to measure, besides the control"""
     show: tyro.conf.FlagCreatePairsOff[bool] = False
     """print the pairs of snippets instead"""
     cpu: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -239,60 +297,70 @@ class Args:
     timeout: float = 300.0
     """seconds after which a process is stopped and counts as failed"""
     output: Path | None = None
-    """result file; by default benchmarks/results/eager_tips_DEVICE_DATE.json"""
+    """result file; by default runs/bench/eager_tips_DEVICE_DATE.json"""
 
 
 # ---- In a process of its own ----
 class Snippet:
-    """A snippet in a namespace of its own, with what is not timed done."""
+    """A snippet in a function of its own, with what is not timed done."""
 
     def __init__(self, tip: Tip, text: str, device: str):
-        self.namespace = {"device": device}
-        before, self.timed = text.split("# timed\n")
-        exec(PRELUDE, self.namespace)
-        self.namespace["torch"].manual_seed(0)
-        exec(tip.setup + before, self.namespace)
+        before, timed = text.split("# timed\n")
+        namespace = {}
+        parts = {"before": textwrap.indent(tip.setup + before, 4 * " "), "timed": textwrap.indent(timed, 12 * " ")}
+        exec(FUNCTION.format(**parts), namespace)
+        synchronize = namespace["torch"].cuda.synchronize if device == "cuda" else lambda: None
+        self.function = namespace["snippet"](device, synchronize, time.perf_counter)
+        next(self.function)
 
     def seconds(self, calls: int) -> float:
         """Seconds that so many calls take, until the device has done their work."""
-        code = compile(f"for _ in range({calls}):\n{textwrap.indent(self.timed, '    ')}", "<snippet>", "exec")
-        synchronize = self.namespace["torch"].cuda.synchronize if self.namespace["device"] == "cuda" else lambda: None
-        synchronize()
-        started = time.perf_counter()
-        exec(code, self.namespace)
-        synchronize()
-        return time.perf_counter() - started
+        return self.function.send(calls)
 
 
 def measure(cell: Mapping[str, object]) -> dict:
     """Seconds of a call of each snippet, which take turns in blocks; medians of the blocks."""
     tip = TIPS[cell["tip"]]
-    pair = {name: Snippet(tip, getattr(tip, name), cell["device"]) for name in ("slow", "fast")}
+    texts = in_turn({"slow": tip.slow, "fast": tip.fast}, cell["repeat"])
+    pair = {name: Snippet(tip, text, cell["device"]) for name, text in texts.items()}
     calls = 1
     while min(each.seconds(calls) for each in pair.values()) < BLOCK:
         calls *= 2
     blocks, end = {name: [] for name in pair}, time.perf_counter() + 2 * cell["seconds"]
-    while time.perf_counter() < end or len(blocks["fast"]) < 5:
-        for name, each in pair.items():
+    for turn in itertools.count():
+        if turn >= 5 and time.perf_counter() >= end:
+            break
+        for name, each in in_turn(pair, turn).items():
             blocks[name].append(each.seconds(calls) / calls)
     medians = {name: statistics.median(blocks[name]) for name in blocks}
     return medians | {"ratio": medians["slow"] / medians["fast"], "calls": calls, "blocks": len(blocks["fast"])}
 
 
 # ---- Medians ----
+def resolution(runs: Sequence[Mapping]) -> float | None:
+    """The least ratio that can be told from 1, as the control says; None without one."""
+    interval = median_interval([run["ratio"] for run in finished(runs, tip="control")])
+    return interval and max(interval[1], round(1 / interval[0], 4))
+
+
 def summarise(runs: Sequence[Mapping]) -> list[dict]:
-    """One line a tip: medians of seconds and ratio over its processes, and whether it holds on this device."""
-    lines = []
-    for name in dict.fromkeys(run["tip"] for run in runs):
+    """One line a tip: medians of seconds and ratio over its processes, and whether it holds on this device.
+
+    Which is None for the control, which comes last, and where either of them has no interval.
+    """
+    lines, least = [], resolution(runs)
+    for name in sorted(dict.fromkeys(run["tip"] for run in runs), key="control".__eq__):
         every = [run for run in runs if run["tip"] == name]
         own = finished(every)
         reasons = [run["reason"] for run in every if run["status"] != "finished"]
         line = {"tip": name, "title": TIPS[name].title, "runs": len(own), "reason": reasons[-1] if reasons else None}
         line |= {key: median([run[key] for run in own], 9) for key in ("slow", "fast")}
         ratios = [run["ratio"] for run in own]
-        interval = bootstrap_interval(ratios) if ratios else None
-        line |= {"ratio": median(ratios), "interval": interval and [round(end, 4) for end in interval]}
-        lines.append(line | {"holds": interval and interval[0] > 1})
+        line |= {"ratio": median(ratios), "interval": median_interval(ratios), "holds": None, "opposite_holds": None}
+        if line["interval"] and least and name != "control":
+            low, high = line["interval"]
+            line |= {"holds": low > least, "opposite_holds": high < 1 / least}
+        lines.append(line)
     return lines
 
 
@@ -300,22 +368,27 @@ def cells_of(line: Mapping) -> list[str]:
     """A line in words: title, µs of both snippets, ratio, interval, and what is to be said of it."""
     if line["ratio"] is None:
         return [line["title"], "", "", "", "", f"n/a: {line['reason']}"]
-    low, high = line["interval"]
-    verdict = "holds" if line["holds"] else "does not hold here" + (", the opposite does" if high < 1 else "")
+    verdict = "holds" if line["holds"] else "does not hold here"
+    if line["opposite_holds"]:
+        verdict += ", the opposite does"
+    elif line["holds"] is None:
+        verdict = "control" if line["tip"] == "control" else "undecided"
     times = [f"{1e6 * line[key]:,.1f}" for key in ("slow", "fast")]
-    return [line["title"], *times, f"{line['ratio']:.2f}", f"{low:.2f} to {high:.2f}", verdict]
+    interval = f"{line['runs']} of {LEAST_RUNS} runs"
+    if line["interval"]:
+        interval = "{:.2f} to {:.2f}".format(*line["interval"])
+    return [line["title"], *times, f"{line['ratio']:.2f}", interval, verdict]
+
+
+def note_of(runs: Sequence[Mapping]) -> str:
+    """What the control says, and when a tip holds."""
+    if (least := resolution(runs)) is None:
+        return "Without an interval of the control no tip is said to hold."
+    rule = f"a tip holds if its whole interval is above that, its opposite if it is below {1 / least:.2f}."
+    return f"The same snippet twice, the control, differs by up to × {least:.2f}: {rule}"
 
 
 HEADER = ["tip", "without, µs", "with, µs", "× as fast", "95 % interval", "here"]
-
-
-def print_table(runs: Sequence[Mapping]) -> None:
-    rows = [HEADER, *map(cells_of, summarise(runs))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(c.ljust(w) if i in (0, 5) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-        )
 
 
 # ---- The benchmark ----
@@ -339,34 +412,33 @@ def main(args: Args) -> None:
     for name in args.tips:
         if name not in TIPS:
             fail(f"--tips {name}: must be one of {', '.join(TIPS)}")
+    if not args.tips:
+        fail("--tips: must be followed by at least one tip")
     if args.show:
         return show_pairs(args.tips)
-    if args.repeats < 5:
-        fail(f"--repeats {args.repeats}: must be at least 5")
+    if args.repeats < LEAST_RUNS:
+        fail(f"--repeats {args.repeats}: must be at least {LEAST_RUNS}")
     for name in ("seconds", "timeout"):
         if getattr(args, name) <= 0:
             fail(f"--{name} {getattr(args, name)}: must be above 0")
-    if args.output is not None and (args.output.is_dir() or not args.output.resolve().parent.is_dir()):
-        fail(f"--output {args.output}: must be a file in a folder that exists")
     probe = ask(PROBE)
     device = "cuda" if probe["gpu"] and not args.cpu else "cpu"
+    output = args.output or result_path("eager_tips", device, probe)
+    check_output(output, "eager_tips")
+    result = new_result("eager_tips", args, probe, device)
     import torch  # noqa: F401 - so that the forked processes have it
 
-    RESULTS.mkdir(exist_ok=True)
-    output, result = (
-        args.output or result_path("eager_tips", device, probe),
-        new_result("eager_tips", args, probe, device),
-    )
-    names = list(dict.fromkeys(args.tips))
+    names = list(dict.fromkeys([*args.tips, "control"]))
     reasons = {name: why_not(TIPS[name], device, probe["threads"]) for name in names}
     for name in names:
         if reasons[name]:
             result["runs"].append({"tip": name, "repeat": 1, "status": "n/a", "reason": reasons[name]})
 
     def finish() -> None:
-        store(result, output, summarise(result["runs"]))
+        save(result, output, summarise(result["runs"]))
         print()
-        print_table(result["runs"])
+        print_table([HEADER, *map(cells_of, summarise(result["runs"]))], left=1)
+        print(note_of(result["runs"]))
 
     over = {name for name in names if reasons[name]}
     with until_stopped(result, output, finish), tempfile.TemporaryDirectory() as folder:
@@ -378,7 +450,7 @@ def main(args: Args) -> None:
                 cell = {"tip": name, "repeat": repeat, "device": device}
                 outcome = run_cell(measure, cell | {"seconds": args.seconds}, Path(folder, "cache"), args.timeout)
                 result["runs"].append(cell | outcome)
-                store(result, output, summarise(result["runs"]))
+                save(result, output, summarise(result["runs"]))
                 if outcome["status"] == "failed":
                     over.add(name)
                 print(f"{outcome['ratio']:.2f}" if "ratio" in outcome else f"failed: {outcome['reason']}", flush=True)

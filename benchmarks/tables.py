@@ -235,6 +235,13 @@ def learning_table(results: Path) -> str:
     )
 
 
+def processes(lines: Sequence[dict]) -> str:
+    """How many processes the medians of these lines are of: their range."""
+    counts = sorted({line["runs"] for line in lines if line["runs"]}) or [0]
+    span = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return f"{span} process{'' if counts == [1] else 'es'}"
+
+
 def compile_table(results: Path, kind: str) -> str:
     """Speed-up of the policy by torch.compile: a row a backend with its mode, a column a size."""
     size, unit = compile_inference.SIZES[kind], compile_inference.FIGURES[kind]
@@ -253,7 +260,7 @@ def compile_table(results: Path, kind: str) -> str:
             reasons = set()
             for each in sizes:
                 line = by_size.get(each, {"speedup": None, "reason": None})
-                interval = f" ({compile_inference.spread(line['interval'])})" if line["speedup"] is not None else ""
+                interval = f" ({compile_inference.spread(line)})" if line["speedup"] is not None else ""
                 reason = f": {line['reason']}" if line["reason"] and line["reason"] not in reasons else ""  # said once
                 reasons.add(line["reason"])
                 rows[-1].append(percent(line["speedup"]) + interval + reason)
@@ -264,9 +271,8 @@ def compile_table(results: Path, kind: str) -> str:
                 differences = [line["max_logit_difference"] for line in own if line["max_logit_difference"] is not None]
                 rows[-1] += [f"{max(differences):.0e}" if max(differences) else "0"] if differences else []
         rows = [row + [""] * (len(header) - len(row)) for row in rows]
-        runs = max(line["runs"] for line in lines)
         by = {"batch_size": "batch size", "num_envs": "number of environments"}[size]
-        note = f"Speed-up over eager by {by}: medians of {runs} processes, with 95 % intervals."
+        note = f"Speed-up over eager by {by}: medians of {processes(lines)}, with 95 % intervals."
         parts.append(f"{markdown(header, rows, 2)}\n\n{note} {footer(path, results, result)}")
     return "\n\n".join(parts) or f"No results yet: `python benchmarks/{kind}.py` makes them."
 
@@ -277,7 +283,7 @@ def eager_tips_table(results: Path) -> str:
     for path, result in newest(results, "eager_tips"):
         lines = eager_tips.summarise(result["runs"])
         rows = [eager_tips.cells_of(line) for line in lines]
-        note = f"Medians of {max(line['runs'] for line in lines)} processes; a tip holds if the interval is above 1."
+        note = f"Medians of {processes(lines)}. {eager_tips.note_of(result['runs'])}"
         parts.append(f"{markdown(eager_tips.HEADER, rows, 1)}\n\n{note} {footer(path, results, result)}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/eager_tips.py` makes them."
 
