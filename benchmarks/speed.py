@@ -18,6 +18,7 @@ Nothing else should run on the machine meanwhile; its load before each run is re
 
 import ast
 import contextlib
+import ctypes
 import datetime
 import importlib.metadata
 import importlib.util
@@ -35,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -53,6 +55,7 @@ FLAGS = {
     "compile+cudagraphs": ["--compile", "--cudagraphs"],
 }
 PACKAGES = ("tensordict", "gymnasium", "envpool", "mujoco", "numpy", "jax")  # whose versions a result has
+PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 RESULT_KEYS = ("kind", "command", "started", "ended", "device", "hardware", "versions", "settings", "runs")
 
 
@@ -147,6 +150,13 @@ def stop(process: subprocess.Popen) -> None:
             process.wait(patience)
 
 
+def end_with_parent(parent: int) -> None:
+    """In a process that was just forked: has the kernel kill it once the thread that forked it ends, killed or not."""
+    PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_process(
     command: Sequence[str],
     timeout: float,
@@ -155,8 +165,8 @@ def run_process(
 ):
     """Runs a command to its end; returns (exit status, None after `timeout` seconds), stdout and stderr.
 
-    Whatever interrupts this call, Ctrl-C included, ends the command and its children. The context `watch(pid)` is that
-    in which it runs.
+    Whatever interrupts this call, Ctrl-C included, ends the command and its children; on Linux the command also ends if
+    this program is killed. The context `watch(pid)` is that in which it runs.
     """
     process = subprocess.Popen(
         command,
@@ -167,6 +177,7 @@ def run_process(
         cwd=ROOT,
         env=environment,
         start_new_session=True,
+        preexec_fn=partial(end_with_parent, os.getpid()) if PRCTL else None,
     )
     try:
         with watch(process.pid):
@@ -260,12 +271,24 @@ def lengths(script: str, learning_starts: int, steps: int) -> list[str]:
     return ["--learning-starts", str(learning_starts), "--total-timesteps", str(learning_starts + steps)]
 
 
+def whole_lengths(script: str, steps: int, num_envs: int | None, flags: str) -> tuple[int, int]:
+    """The workload's environment steps before learning, and `steps` with it, in whole steps of all environments.
+
+    On-policy scripts learn once a rollout: theirs are whole rollouts, at least 4, so that 3 lie in the window of fps.
+    """
+    defaults, given = defaults_of(script), re.search(r"--num[-_]steps[ =]+(\d+)", flags)
+    unit = (num_envs or defaults.get("num_envs", 1)) * int(given[1] if given else defaults.get("num_steps", 1))
+    learning_starts, steps = (-(-count // unit) * unit for count in (WORKLOADS[script].learning_starts or 0, steps))
+    return learning_starts, max(steps, 4 * unit)
+
+
 def measure(args: Args, device: str, script: str, variant: str, repeat: int, timeout: float) -> dict:
     """One run of an arm, on a CPU with the matrix rate just before it."""
     workload = WORKLOADS[script]
-    learning_starts = workload.learning_starts if args.learning_starts is None else args.learning_starts
+    learning_starts, steps = whole_lengths(script, workload.steps(variant, device), args.num_envs, args.flags)
+    learning_starts = learning_starts if args.learning_starts is None else args.learning_starts
     flags = [*FLAGS.get(variant, []), "--seed", str(repeat)]
-    flags += lengths(script, learning_starts, args.steps or workload.steps(variant, device))
+    flags += lengths(script, learning_starts, args.steps or steps)
     flags += ["--num-envs", str(args.num_envs)] if args.num_envs else []
     flags += ["--env-id", args.env_id] if args.env_id else []
     flags += ["--no-cuda"] if device == "cpu" else []
@@ -558,7 +581,7 @@ def until_stopped(
     """Prints the table at the end, also of a benchmark that is stopped."""
     try:
         yield
-        result["ended"] = now()
+        result["ended"] = result["ended"] or now()
     finally:
         if result["runs"]:
             write(result, output)

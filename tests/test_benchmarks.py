@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -189,6 +190,24 @@ def test_interrupt_and_timeout_end_the_child(stand_in, tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux only")
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
+    child = f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))"
+    program = f"import sys, speed; speed.run_process([sys.executable, '-c', {child + '; time.sleep(60)'!r}], 60)"
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT / "benchmarks")
+    stat, deadline = None, time.monotonic() + 30
+    while stat is None or (
+        stat.exists() and stat.read_text().split()[2] != "Z"
+    ):  # in a container nobody may wait for it
+        assert time.monotonic() < deadline
+        if stat is None and (tmp_path / "pid").exists() and (pid := (tmp_path / "pid").read_text()):
+            stat = Path("/proc", pid, "stat")
+            assert stat.exists()
+            parent.kill()
+            parent.wait()
+        time.sleep(0.05)
 
 
 def test_warmup_runs_once_cold_and_twice_warm(stand_in, tmp_path):
