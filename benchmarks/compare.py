@@ -10,25 +10,31 @@
 An arm is a script with a variant, an environment, a number of environments and a seed; each is a fresh process. The
 arms take turns: first all with the first seed, the variants side by side, then all with the second. `eager` is X.py;
 `none` (without flags), `compile`, `cudagraphs` and `compile+cudagraphs` are X_torchcompile.py; `jax` is X_jax.py, where
-there is one. All variants of a script do the same number of steps, and have the defaults of X.py for what is not given.
-A compiled arm may find the compiler's caches empty in the first turn, and has a longer warm-up then.
+there is one. All variants of a script do the same number of steps, on-policy at least four rollouts, and have the
+defaults of X.py for what is not given. A compiled arm may find the compiler's caches empty in the first turn, and has a
+longer warm-up then.
 
 Once a second the process and all its children are sampled: the cores that they keep busy (CPU % / 100) and their
 resident memory (shared pages count in each process), on CUDA also how much of the time the GPU was busy and its memory
 in use (whoever uses it). The area under such a curve is what a run costs as a whole, its start and warm-up included:
 core·s, GB·s, GPU·s. Each sample stands for the time since the one before it.
 
-Figures are medians over the seeds with 95 % percentile bootstrap intervals (of three runs, their range), ratios are
-taken within a turn. The result, a JSON file, is written anew after each run. The same command with the same --output
-goes on with what is missing in it, failed runs included; benchmarks/report.py makes pictures and a page of it.
+Figures are medians over the seeds with 95 % percentile bootstrap intervals (of fewer than five runs: with their range),
+ratios are taken within a turn. The result, a JSON file, is written anew after each run. The same command with the same
+--output goes on with what is missing in it, failed runs included, if scripts, packages and machine are still the same;
+benchmarks/report.py makes pictures and a page of it.
 
---against measures the arms of a file again, on the same machine, with its settings. An arm is slower by more than the
-noise if the 95 % interval of the ratio of the medians lies below 1; then the exit status is 1. By chance alone that
-befalls up to one arm in 20. Noise is what differs between the runs of a file: if every arm is slower by the same
-factor, so is the machine. Nothing else should run meanwhile. Needs requirements/requirements-bench.txt.
+--against measures the arms of a file again, on the same machine, with its settings; only more seeds may be asked for.
+An arm is slower by more than the noise if an exact one-sided rank-sum test says so at 5 % after Holm's correction for
+the number of arms; then the exit status is 1. So an unchanged code is called slower anywhere in at most one comparison
+in 20. The more arms, the more runs that takes: 3 a side for one arm, 5 for 12 arms, 6 for 46. With fewer, the verdict
+is "too few runs to tell". Noise is what differs between the runs of a file: if every arm is slower by the same factor,
+so is the machine. Nothing else should run meanwhile. Needs requirements/requirements-bench.txt.
 """
 
 import contextlib
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -47,7 +53,7 @@ import numpy as np
 import tyro
 
 import speed
-from intervals import bootstrap_interval, ratio_interval
+from intervals import bootstrap_interval, holm, rank_sum_p
 from learning import read_columns, thin
 from speed import FLAGS, WORKLOADS, fail, finished, median, now, show
 
@@ -61,10 +67,15 @@ VARIANTS = ["eager", *FLAGS, "jax"]
 QUICK = {"dqn": 20_000, "ppo_continuous_action": 8_192}  # scripts, and their environment steps with learning
 QUICK_SECONDS = 285.0
 QUICK_NOTE = """This is a quick comparison: two scripts on their default tasks, whose runs last a few seconds each. It
-tells whether compilation pays on this machine. It does not tell how other scripts fare, nor how well anything learns;
-its intervals are wide, and its areas are mostly start and warm-up."""
-MEDIANS_NOTE = """Medians over the seeds with 95 % bootstrap intervals; × eager is the median of the ratios taken turn
-by turn; core·s, GB·s and GPU·s are areas under a second's samples of a whole run, its start and warm-up included."""
+tells how much faster the compiled versions of these two step once warm. It does not tell how other scripts fare, nor
+how well anything learns; its areas are mostly start and warm-up."""
+MEDIANS_NOTE = """× eager is the median of the ratios taken turn by turn; core·s, GB·s and GPU·s are areas under a
+second's samples of a whole run, its start and warm-up included."""
+OWN_FLAGS = (  # what --flags can't change
+    *("env-id", "num-envs", "seed", "total-timesteps", "learning-starts"),
+    *("compile", "cudagraphs", "cuda", "output-dir"),
+)
+ALPHA = 0.05  # the chance of a false alarm in all of --against
 POINTS = 200  # of a curve in the result
 USES = {  # what is sampled: its name, the unit of its samples, and that of the area under them
     "cpu": ("CPU", "cores in use", "core·s"),
@@ -84,8 +95,8 @@ class Args:
     """environments; each script's own default if not given"""
     num_envs: tuple[int, ...] = ()
     """numbers of environments stepped side by side; each script's own default if not given"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """seeds, one a turn"""
+    seeds: tuple[int, ...] = ()
+    """seeds, one a turn; by default 1 to 5, with --quick 1 to 3"""
     total_timesteps: int | None = None
     """environment steps of each run, to see what is learned in them; by default chosen by script, to measure speed"""
     flags: str = ""
@@ -97,9 +108,9 @@ class Args:
     timeout: float = 3600.0
     """seconds after which a run is stopped and counts as failed"""
     output: Path | None = None
-    """result file; if there is one it is gone on with; by default a new benchmarks/results/compare_DEVICE_DATE.json"""
+    """result file; if there is one it is gone on with; by default a new runs/bench/compare_DEVICE_DATE.json"""
     against: Path | None = None
-    """earlier result, whose arms are measured again to see which became slower; only --output may be given with it"""
+    """earlier result, whose arms are measured again to see which became slower; with it only --output and --seeds"""
 
 
 class Arm(NamedTuple):
@@ -176,11 +187,14 @@ class Sampler:
             root = psutil.Process(pid)
             while not is_over.wait(self.interval):
                 seconds, cpu, memory = time.perf_counter() - self.started, 0.0, 0
-                for process in (root, *root.children(recursive=True)):
-                    with contextlib.suppress(psutil.Error), process.oneshot():
-                        # User's and system's time, its own and that of the children which it has waited for
-                        cpu += sum(process.cpu_times()[:4])
-                        memory += process.memory_info().rss
+                try:
+                    for process in (root, *root.children(recursive=True)):
+                        with process.oneshot():
+                            # User's and system's time, its own and that of the children which it has waited for
+                            cpu += sum(process.cpu_times()[:4])
+                            memory += process.memory_info().rss
+                except psutil.NoSuchProcess:  # it ended after its parent was read: its time would be in neither
+                    continue
                 if not memory:  # nobody has waited for it yet
                     return
                 # A child that nobody waited for takes its time with it
@@ -210,7 +224,8 @@ def flags_of(args: Args, device: str, arm: Arm) -> list[str]:
     flags = [*FLAGS.get(arm.variant, []), "--env-id", arm.env_id, "--num-envs", str(arm.num_envs)]
     flags += ["--seed", str(arm.seed), *(["--no-cuda"] if device == "cpu" else [])]
     if args.total_timesteps is None:
-        return [*flags, *speed.lengths(arm.script, workload.learning_starts, steps), *shlex.split(args.flags)]
+        lengths = speed.whole_lengths(arm.script, steps, arm.num_envs, args.flags)
+        return [*flags, *speed.lengths(arm.script, *lengths), *shlex.split(args.flags)]
     return [*flags, "--total-timesteps", str(args.total_timesteps), *shlex.split(args.flags)]
 
 
@@ -245,6 +260,12 @@ def plan_of(args: Args, device: str) -> list[Arm]:
     ]
 
 
+def code_of(plan: Sequence[Arm]) -> dict[str, str]:
+    """What tells the versions of the scripts apart: the beginnings of their hashes."""
+    names = [f"{speed.script_of(arm.script, arm.variant)}.py" for arm in plan]
+    return {name: hashlib.sha256((speed.SCRIPTS / name).read_bytes()).hexdigest()[:12] for name in dict.fromkeys(names)}
+
+
 def expected_seconds(arm: Arm, runs: Sequence[dict]) -> float | None:
     """How long the finished runs took that differ in the seed only, else how long all took; None before the first."""
     runs = finished(runs)
@@ -261,7 +282,7 @@ def duration(seconds: float) -> str:
 def measure_all(args: Args, plan: Sequence[Arm], result: dict, output: Path, gpu: object | None) -> None:
     """Measures the arms that the result lacks; with --quick, those that can be expected to end in time."""
     deadline = time.perf_counter() + (QUICK_SECONDS if args.quick else math.inf)
-    runs = result["runs"]
+    runs, resumed = result["runs"], [now()] if result["runs"] else []
     runs[:] = finished(runs)  # what has failed is tried again
     measured = set(map(arm_of, runs))
     waiting = [arm for arm in plan if arm not in measured]
@@ -275,8 +296,11 @@ def measure_all(args: Args, plan: Sequence[Arm], result: dict, output: Path, gpu
             break
         rest = f" (about {duration(sum(expected))} left)" if None not in expected else ""
         print(f"[{len(plan) - len(waiting) + 1}/{len(plan)}] {arm}{rest}: ", end="", flush=True)
+        result["ended"] = None
         runs.append(measure(args, result["device"], arm, min(args.timeout, left), gpu))
         waiting.pop(0)
+        if resumed:
+            result["resumed"] = [*result.get("resumed", []), resumed.pop()]
         write(result, output)
         outcome = f"failed: {runs[-1].get('reason')}"
         if runs[-1]["status"] == "finished":
@@ -331,12 +355,17 @@ def interval(ends: Sequence[float] | None, digits: int) -> str:
     return "-" if ends is None else f"{show(ends[0], digits)}–{show(ends[1], digits)}"
 
 
+def spread(lines: Sequence[dict]) -> str:
+    """What the intervals of these medians are called."""
+    return "95 % interval" if max((line["runs"] for line in lines), default=0) >= 5 else "range"
+
+
 def table(result: dict) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the medians; the first three columns are words."""
     lines = result["medians"]
     uses = [use for use in USES if any(line["areas"][use] is not None for line in lines)]
-    header = ["script", "variant", "environment", "envs", "runs", "steps/s", "95 % interval", "× eager"]
-    header += ["95 % interval", "warm-up, s", *(f"{USES[use][0]}, {USES[use][2]}" for use in uses)]
+    header = ["script", "variant", "environment", "envs", "runs", "steps/s", spread(lines), "× eager"]
+    header += [spread(lines), "warm-up, s", *(f"{USES[use][0]}, {USES[use][2]}" for use in uses)]
     rows = []
     for line in lines:
         digits = 0 if (line["fps"] or 0) >= 100 else 1
@@ -355,10 +384,17 @@ def failures_of(result: dict) -> list[str]:
 
 def notes_of(result: dict) -> list[str]:
     """What has to be known to read the table: what its figures are, what failed, and what a quick comparison is not."""
-    left_out = result.get("left_out", 0)
-    notes = [" ".join(MEDIANS_NOTE.split()), *failures_of(result)]
-    notes += [f"{left_out} runs are left out: they were not expected to end in time."] if left_out else []
-    return notes + ([" ".join(QUICK_NOTE.split())] if result["settings"]["quick"] else [])
+    counts = sorted({line["runs"] for line in result["medians"] if line["runs"]}) or [0]
+    each = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + f" run{'s' * (counts[-1] != 1)}"
+    what = "95 % bootstrap intervals" + " (of fewer than five runs, their range)" * (counts[0] < 5)
+    what = what if counts[-1] >= 5 else "their range, as an interval of 95 % takes five"
+    notes = [f"Medians of {each}, one a seed, with {what}.", " ".join(MEDIANS_NOTE.split()), *failures_of(result)]
+    if left_out := result.get("left_out", 0):
+        notes.append(f"{left_out} runs are left out: they were not expected to end in time.")
+    load, cores = max((run.get("load_before", 0) for run in result["runs"]), default=0), result["hardware"]["cores"]
+    if load > cores:
+        notes.append(f"The machine was not quiet: the load before a run was up to {load:.1f}, with {cores} cores.")
+    return notes + ([" ".join(QUICK_NOTE.split())] if result["settings"].get("quick") else [])
 
 
 def print_result(result: dict) -> None:
@@ -373,24 +409,24 @@ def write(result: dict, path: Path) -> None:
 
 # ---- Earlier results ----
 def load_comparison(flag: str, path: Path) -> dict:
+    """The result in a file, with its medians made anew; ends the program if there is none."""
+    result = speed.read_result(flag, path, "compare")
     try:
-        result = json.loads(path.read_text())
-        if result["kind"] == "compare":
-            return result
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    fail(f"{flag} {path}: must be a result file of compare.py")
+        return result | {"medians": summarise(result["runs"])}
+    except (KeyError, TypeError, ValueError) as error:
+        fail(f"{flag} {path}: is a damaged result file of compare.py ({type(error).__name__}: {error})")
 
 
 def differences(old: dict, new: dict, *parts: str) -> list[str]:
-    """What two results have different in their `parts`: settings, hardware or versions."""
+    """What two results have different in their `parts`: settings, hardware, versions or code."""
     found = []
     for part in parts:
-        before, after = old[part], json.loads(json.dumps(new[part]))
-        for key in after:
-            if before.get(key) != after[key]:
+        before, after = old.get(part, {}), json.loads(json.dumps(new[part]))
+        for key in after | before:
+            was, now_is = (said(values[key]) if key in values else "not recorded" for values in (before, after))
+            if was != now_is:
                 name = f"--{key.replace('_', '-')}" if part == "settings" else key
-                found.append(f"{name} {said(before.get(key))}, now {said(after[key])}")
+                found.append(f"{name} {was}, now {now_is}")
     return found
 
 
@@ -401,50 +437,74 @@ def said(value: object) -> str:
 def go_on_with(new: dict, output: Path) -> dict:
     """The result in `output`; ends the program if it is not of the comparison that `new` begins."""
     old = load_comparison("--output", output)
-    if found := differences(old, new, "settings", "hardware", "versions"):
+    if found := differences(old, new, "settings", "hardware", "versions", "code"):
         fail(f"--output {output}: is there already, from another comparison: {'; '.join(found)}")
-    return old | {"ended": None, "resumed": [*old.get("resumed", []), now()]}
+    return old
+
+
+def to_go_on(args: Args, output: Path) -> str:
+    """The command that goes on with a comparison that was stopped."""
+    return shlex.join([sys.executable, *sys.argv, *([] if args.output else ["--output", str(output)])])
 
 
 def repeat_args(args: Args, old: dict) -> Args:
     """The arguments that repeat the comparison `old`; ends the program if others were given."""
     for field in fields(Args):
-        if field.name not in ("output", "against") and getattr(args, field.name) != field.default:
-            fail(f"--{field.name.replace('_', '-')}: --against takes all settings from its file")
+        if field.name not in ("seeds", "output", "against") and getattr(args, field.name) != field.default:
+            fail(f"--{field.name.replace('_', '-')}: --against takes all settings but --seeds from its file")
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in old["settings"].items()}
-    return Args(**settings, output=args.output, against=args.against)
+    if odd := settings.keys() ^ (vars(args).keys() - {"output", "against"}):
+        fail(f"--against {args.against}: has not the settings of this version: {', '.join(sorted(odd))}")
+    return replace(args, **settings | ({"seeds": args.seeds} if args.seeds else {}))
 
 
 def compare_with(old: dict, new: dict) -> list[dict]:
-    """For each arm of both results the ratio of median fps, now over before, with its interval and what it means."""
+    """For each arm of both results the ratio of median fps, now over before, and what it means.
+
+    `p_slower` and `p_faster` are p-values of the rank-sum test, each corrected for the number of arms (Holm).
+    """
     before, after, lines = groups_of(old["runs"]), groups_of(new["runs"]), []
     for key in before:
         fps = [list(speeds(groups.get(key, [])).values()) for groups in (before, after)]
-        line = dict(zip(Arm._fields, key)) | with_interval("before", fps[0], 2) | with_interval("now", fps[1], 2)
-        line |= {"ratio": None, "ratio_interval": None, "verdict": "can't tell: too few runs"}
+        line = dict(zip(Arm._fields, key)) | {"runs": min(map(len, fps)), "counts": [*map(len, fps)]}
+        line |= with_interval("before", fps[0], 2) | with_interval("now", fps[1], 2)
+        line |= {"ratio": None, "p_slower": None, "p_faster": None, "verdict": "no runs to compare"}
         if all(fps):
-            line["ratio"] = line["now"] / line["before"]
-        if min(map(len, fps)) > 1:
-            low, high = line["ratio_interval"] = ratio_interval(fps[1], fps[0]).tolist()
-            line["verdict"] = "slower" if high < 1 else "faster" if low > 1 else "within the noise"
+            line |= {"ratio": line["now"] / line["before"], "verdict": "within the noise"}
+            line |= {"p_slower": rank_sum_p(fps[1], fps[0]), "p_faster": rank_sum_p(fps[0], fps[1])}
         lines.append(line)
+    both = [line for line in lines if line["ratio"]]
+    for line in both:
+        if seeds_needed(line["counts"][0], len(both)) > line["counts"][1]:
+            line["verdict"] = "too few runs to tell"
+    for verdict in ("slower", "faster"):
+        for line, p in zip(both, holm([line[f"p_{verdict}"] for line in both])):
+            line[f"p_{verdict}"] = float(p)
+            line["verdict"] = verdict if p <= ALPHA else line["verdict"]
     return lines
+
+
+def seeds_needed(runs: int, arms: int) -> int:
+    """How many runs an arm needs now, against so many before, for its smallest p-value to tell among so many arms."""
+    return next(count for count in itertools.count(1) if arms <= math.comb(runs + count, count) * ALPHA + 1e-9)
 
 
 def print_regressions(old: dict, new: dict) -> bool:
     """Prints what became of each arm; whether one is slower by more than the noise."""
     lines = compare_with(old, new)
-    rows = [["script", "variant", "environment", "envs", "steps/s before", "95 % interval", "now", "95 % interval"]]
-    rows[0] += ["now/before", "95 % interval", ""]
+    rows = [["script", "variant", "environment", "envs", "steps/s before", spread(lines), "now", spread(lines)]]
+    rows[0] += ["now/before", "p slower", "p faster", ""]
     for line in lines:
         rows.append([line["script"], line["variant"], line["env_id"], str(line["num_envs"])])
-        for name, digits in (("before", 0), ("now", 0), ("ratio", 2)):
-            rows[-1] += [show(line[name], digits), interval(line[f"{name}_interval"], digits)]
-        rows[-1].append(line["verdict"])
+        for name in ("before", "now"):
+            rows[-1] += [show(line[name], 0), interval(line[f"{name}_interval"], 0)]
+        rows[-1] += [show(line["ratio"]), show(line["p_slower"], 3), show(line["p_faster"], 3), line["verdict"]]
     print()
     speed.print_table(rows, left=3)
-    if changed := differences(old, new, "versions"):
-        print(f"versions: {'; '.join(changed)}")
+    changed = differences(old, new, "versions", *(["code"] if "code" in old else []))
+    print(
+        f"scripts and packages: {'; '.join(changed) or 'the same'}{'' if 'code' in old else '; scripts not recorded'}"
+    )
     slower = [f"{line['script']} {line['variant']}" for line in lines if line["verdict"] == "slower"]
     print(
         f"slower by more than the noise, {len(slower)} of {len(lines)} arms: {', '.join(slower) or 'none'}", flush=True
@@ -461,23 +521,23 @@ def check_args(args: Args, device: str) -> None:
     for name in ("total_timesteps", "timeout"):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    if not args.seeds:
-        fail("--seeds: must be one at least")
     if device == "cpu" and any("cudagraphs" in variant for variant in args.variants):
         fail("--variants: cudagraphs needs a CUDA device and --cuda")
     try:
-        shlex.split(args.flags)
+        words = shlex.split(args.flags)
     except ValueError as error:
         fail(f"--flags {args.flags}: {error}")
-    if args.output is not None and (args.output.is_dir() or not args.output.resolve().parent.is_dir()):
-        fail(f"--output {args.output}: must be a file in a folder that exists")
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-").removeprefix("--").removeprefix("no-")
+        if word.startswith("--") and name in OWN_FLAGS:
+            fail(f"--flags {args.flags}: {word} is for compare.py itself to choose (see its --help)")
 
 
 def quick_args(args: Args) -> Args:
     for name in ("scripts", "variants", "env_ids", "num_envs", "total_timesteps", "flags"):
         if getattr(args, name):
             fail(f"--{name.replace('_', '-')}: --quick chooses that by itself")
-    return replace(args, scripts=tuple(QUICK), variants=("eager", "compile"))
+    return replace(args, scripts=tuple(QUICK), variants=("eager", "compile"), seeds=args.seeds or (1, 2, 3))
 
 
 def main(args: Args) -> None:
@@ -486,24 +546,35 @@ def main(args: Args) -> None:
         fail("psutil is missing: pip install -r requirements/requirements-bench.txt -c requirements/constraints.txt")
     old = load_comparison("--against", args.against) if args.against else None
     args = repeat_args(args, old) if old else quick_args(args) if args.quick else args
+    args = replace(args, seeds=args.seeds or (1, 2, 3, 4, 5))
+    if old and args.output and args.output.resolve() == args.against.resolve():
+        fail(f"--output {args.output}: is the file that --against compares with")
     probe = speed.ask(speed.PROBE)
     device = "cuda" if args.cuda and probe["gpu"] else "cpu"
     check_args(args, device)
     plan = plan_of(args, device)
-    result = speed.new_result("compare", args, probe, device)
+    result = speed.new_result("compare", args, probe, device) | {"code": code_of(plan)}
     if old and (found := differences(old, result, "hardware")):
         fail(f"--against {args.against}: was measured on another machine: {'; '.join(found)}")
-    if args.output is None:
-        speed.RESULTS.mkdir(exist_ok=True)
+    if old and (groups := [fps for group in groups_of(old["runs"]).values() if (fps := speeds(group))]):
+        needed = max(seeds_needed(len(fps), len(groups)) for fps in groups)
+        if needed > len(set(args.seeds)):
+            told = f"to tell what became slower, of {len(groups)} arms, takes {needed} --seeds"
+            print(f"note: {told}, here are {len(set(args.seeds))}", file=sys.stderr)
     output = args.output or speed.result_path("compare", device, probe)
+    speed.check_output(output, "compare")
     if output.exists():
         result = go_on_with(result, output)
     gpu = open_gpu() if device == "cuda" else None
     if device == "cuda" and gpu is None:
         print("note: the GPU's use is not sampled: that needs nvidia-ml-py and NVIDIA's driver", file=sys.stderr)
     speed.warn_if_busy()
-    with speed.until_stopped(result, output, write, print_result):
-        measure_all(args, plan, result, output, gpu)
+    try:
+        with speed.until_stopped(result, output, write, print_result):
+            measure_all(args, plan, result, output, gpu)
+    finally:
+        if output.exists() and (not result["ended"] or result.get("left_out")):
+            print(f"to go on with it: {to_go_on(args, output)}", flush=True)
     is_slower = print_regressions(old, result) if old else False
     if is_slower or failures_of(result):
         sys.exit(1)

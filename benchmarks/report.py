@@ -11,7 +11,10 @@ report.html needs no other file. A picture is NAME_KIND.png, NAME that of its re
 - cpu, memory, gpu, gpu_memory: what the processes used over time, a line for each run;
 - num_envs: steps/s against the number of environments, where there are several.
 
-Whiskers and bands are 95 % percentile bootstrap intervals over the seeds; one seed has none. Needs matplotlib.
+Whiskers and bands are 95 % percentile bootstrap intervals over the seeds; of fewer than five they are the range, and of
+fewer than four the interquartile mean is the mean. One seed has no interval. What took more than 1.5 times as long as
+is usual, as a run that found the compiler's caches empty, is cut off, and how long it took is written below. Needs
+matplotlib.
 """
 
 import base64
@@ -38,6 +41,7 @@ except ImportError:
 COLOUR = dict(zip(compare.VARIANTS, COLOURS))
 WIDTH = 5.6  # inches of a picture, one panel wide: its 12 points are legible on a phone
 GRID = 200  # points of an averaged curve
+LINE = {"eager": 2.6}  # points; the others are thinner and drawn over it, so that all can be seen
 HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Comparison</title><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -106,8 +110,8 @@ def stack(panels: dict[str, Callable[[Axes], None]], xlabel: str, ylabel: str, h
         axes.tick_params(labelsize=11)
         axes.set_ylabel(ylabel, fontsize=12)
         draw(axes)
+        axes.set_xlabel(xlabel + axes.get_xlabel(), fontsize=11)
         labels |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels())}
-    all_axes[-1].set_xlabel(xlabel, fontsize=12)
     if labels:
         columns = 3 if len(labels) < 4 else 2  # compile+cudagraphs is long
         figure.legend(labels.values(), labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=12)
@@ -141,7 +145,19 @@ def fps_picture(result: dict) -> Figure | None:
 
     panels = {title_of(*task): bars(lines) for task, lines in tasks.items()}
     heights = [0.75 + 0.4 * len(lines) for lines in tasks.values()]
-    return stack(panels, "steps/s (× eager), 95 % interval", "", heights) if panels else None
+    spread = compare.spread(result["medians"])
+    return stack(panels, f"steps/s (× eager), {spread}", "", heights) if panels else None
+
+
+def cut_time(axes: Axes, ends: dict[str, list[float]]) -> None:
+    """Ends the axis of seconds soon after the runs of each variant usually have ended, if one took half as long again.
+
+    `ends`: when each run has ended, by variant.
+    """
+    usual, last = max(np.median(each) for each in ends.values()), max(max(each) for each in ends.values())
+    axes.set_xlim(0, 1.1 * usual if last > 1.5 * usual else last)
+    if last > 1.5 * usual:
+        axes.set_xlabel(f" (the longest took {last:.0f}: cut off)")
 
 
 def return_picture(result: dict, axis: str) -> Figure | None:
@@ -150,12 +166,15 @@ def return_picture(result: dict, axis: str) -> Figure | None:
 
         def draw(axes: Axes) -> None:
             for variant, (grid, mean, band) in drawn.items():
-                axes.plot(grid, mean, color=COLOUR[variant], label=variant, linewidth=1.8)
+                axes.plot(grid, mean, color=COLOUR[variant], label=variant, linewidth=LINE.get(variant, 1.8))
                 if band is not None:
                     axes.fill_between(grid, *band, color=COLOUR[variant], alpha=0.2, linewidth=0)
             axes.xaxis.set_major_locator(MaxNLocator(6))
             axes.xaxis.set_major_formatter("{x:,.10g}")
             axes.margins(x=0.01)
+            if axis == "wall_time":
+                ends = {name: [end for run in variants[name] for end in run["curve"][axis][-1:]] for name in drawn}
+                cut_time(axes, ends)
 
         return draw if drawn else None
 
@@ -171,9 +190,9 @@ def use_picture(result: dict, use: str) -> Figure | None:
                 for i, run in enumerate(runs):
                     label = variant if i == 0 else None
                     seconds, values = run["use"]["seconds"], run["use"][use]
-                    axes.plot(seconds, values, color=COLOUR[variant], label=label, linewidth=1.3, alpha=0.8)
-            axes.margins(x=0.01)
-            axes.set_xlim(left=0)
+                    width = LINE.get(variant, 1.3)
+                    axes.plot(seconds, values, color=COLOUR[variant], label=label, linewidth=width, alpha=0.8)
+            cut_time(axes, {variant: [run["use"]["seconds"][-1] for run in runs] for variant, runs in variants.items()})
             axes.set_ylim(bottom=0)
 
         return draw
@@ -223,14 +242,14 @@ PICTURES = {
     "num_envs": num_envs_picture,
 }
 CAPTIONS = {
-    "fps": "Steps/s of each variant: medians over the seeds with 95 % bootstrap intervals, and the ratio to eager.",
-    "return_steps": "Return against environment steps: interquartile mean over the seeds, 95 % bootstrap band.",
-    "return_time": "Return against the run's own seconds, warm-up included: interquartile mean, 95 % bootstrap band.",
+    "fps": "Steps/s of each variant: medians over the seeds, {spread} and the ratio to eager.",
+    "return_steps": "Return against environment steps: {mean} over the seeds, and {spread}.",
+    "return_time": "Return against the run's own seconds, warm-up included: {mean} over the seeds, and {spread}.",
     "cpu": "Cores in use by the process and its children, one line a run.",
     "memory": "Resident memory of the process and its children, one line a run.",
     "gpu": "Share of the time that the GPU was busy, one line a run.",
     "gpu_memory": "GPU memory in use, one line a run.",
-    "num_envs": "Steps/s against the number of environments: medians with 95 % bootstrap intervals.",
+    "num_envs": "Steps/s against the number of environments: medians and {spread}.",
 }
 
 
@@ -261,9 +280,11 @@ def section(path: Path, result: dict, pictures: dict[str, Path]) -> str:
     parts = [f"<h2>{html.escape(path.name)}</h2>", f"<p>{html.escape('; '.join(about))}</p>"]
     parts += [f"<p><code>{html.escape(result['command'])}</code></p>", html_table(*compare.table(result))]
     parts += [f"<p>{html.escape(note)}</p>" for note in compare.notes_of(result)]
+    is_mean = max(line["runs"] for line in result["medians"]) < 4  # of three there is no quarter to leave out
+    words = {"spread": compare.spread(result["medians"]), "mean": "mean" if is_mean else "interquartile mean"}
     for kind, picture in pictures.items():
         data = base64.b64encode(picture.read_bytes()).decode()
-        caption = html.escape(CAPTIONS[kind])
+        caption = html.escape(CAPTIONS[kind].format(**words))
         parts.append(f'<img src="data:image/png;base64,{data}" alt="{caption}"><p>{caption}</p>')
     commands = "\n".join(html.escape(run["command"]) for run in result["runs"])
     parts.append(f"<details><summary>The {len(result['runs'])} runs</summary><pre>{commands}</pre></details>")
@@ -271,6 +292,8 @@ def section(path: Path, result: dict, pictures: dict[str, Path]) -> str:
 
 
 def main(args: Args) -> None:
+    if not args.results:
+        fail("results: name one result file of compare.py at least")
     results = {path: compare.load_comparison("results", path) for path in dict.fromkeys(args.results)}
     stems = [path.stem for path in results]
     if len(set(stems)) < len(stems):
@@ -278,7 +301,6 @@ def main(args: Args) -> None:
     for path, result in results.items():
         if not finished(result["runs"]):
             fail(f"results {path}: has no finished run")
-        result["medians"] = compare.summarise(result["runs"])
     try:
         args.output.mkdir(parents=True, exist_ok=True)
         pictures = {path: draw_all(result, path.stem, args.output) for path, result in results.items()}

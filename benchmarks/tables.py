@@ -6,15 +6,16 @@
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from
 all files in benchmarks/results/learning/, the table of scripts from these and the speed, what a message costs from all
-files of a machine, and all others from the newest file in benchmarks/results/ of each machine. The figures of others
-are in reference_*.json.
+files of a machine, and all others from the newest file in benchmarks/results/ of each machine. Comparisons are of three
+kinds: of every script (compare), quick ones (compare_quick), and those with several --num-envs (compare_num_envs). The
+figures of others are in reference_*.json.
 """
 
 import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,12 +68,12 @@ def machine(result: dict) -> str:
     return f"{about['gpu']} ({host})" if result["device"] == "cuda" else f"{host}, {threads(about['torch_threads'])}"
 
 
-def newest(results: Path, kind: str) -> list[tuple[Path, dict]]:
-    """The newest result of a kind for each machine, CPUs first."""
+def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) -> list[tuple[Path, dict]]:
+    """The newest result of a kind, of those that are meant, for each machine, CPUs first."""
     found = {}
     loaded = [(path, load(path)) for path in sorted(results.glob(f"{kind}_*.json"))]
     for path, result in sorted(loaded, key=lambda pair: pair[1]["started"]):
-        if result["runs"]:
+        if result["runs"] and is_meant(result):
             found[machine(result)] = (path, result)
     return sorted(found.values(), key=lambda pair: (pair[1]["device"] != "cpu", machine(pair[1])))
 
@@ -193,13 +194,34 @@ def reference_table(results: Path) -> str:
     return f"{markdown(['script', *reference['columns']], rows, 1)}\n\n{note} ours: no ratio to our figures means much."
 
 
-def compare_table(results: Path) -> str:
+def kind_of_comparison(result: dict) -> str:
+    """The table that a result of compare.py belongs to; "" for one of a few scripts or of chosen lengths."""
+    settings = result["settings"]
+    if settings.get("quick"):
+        return "compare_quick"
+    if len(settings.get("num_envs", [])) > 1:
+        return "compare_num_envs"
+    return "" if settings.get("scripts") or settings.get("total_timesteps") else "compare"
+
+
+def compare_table(results: Path, kind: str) -> str:
+    """Every figure of each arm, or, of several numbers of environments, steps/s against these."""
     parts = []
-    for path, result in newest(results, "compare"):
-        header, rows = compare.table(result | {"medians": compare.summarise(result["runs"])})
+    for path, result in newest(results, "compare", lambda result: kind_of_comparison(result) == kind):
+        result["medians"] = lines = compare.summarise(result["runs"])
+        (header, rows), notes = compare.table(result), compare.notes_of(result)
+        if kind == "compare_num_envs":
+            del notes[1]  # on what is not in this table
+            counts, cells = sorted({line["num_envs"] for line in lines}), {}
+            header = [*header[:3], *(f"{n} env{'s' * (n > 1)}, steps/s" for n in counts)]
+            for line in lines:
+                fps = f"{show(line['fps'], 0)} ({compare.interval(line['fps_interval'], 0)})"
+                cells.setdefault((line["script"], line["variant"], line["env_id"]), {})[line["num_envs"]] = fps
+            rows = [[*key, *(by_count.get(n, "") for n in counts)] for key, by_count in cells.items()]
         table = markdown(header, [[f"`{script}`", *cells] for script, *cells in rows], 3)
-        parts.append(f"{table}\n\n{' '.join(compare.notes_of(result))} {footer(path, results, result)}")
-    return "\n\n".join(parts) or "No results yet: `python benchmarks/compare.py` makes them."
+        parts.append(f"{table}\n\n{' '.join(notes)} {footer(path, results, result)}")
+    flags = {"compare": "", "compare_quick": " --quick", "compare_num_envs": " --num-envs 1 4 16"}[kind]
+    return "\n\n".join(parts) or f"No results yet: `python benchmarks/compare.py{flags}` makes them."
 
 
 def mean_and_deviation(values: Sequence[float | None]) -> str:
@@ -358,7 +380,7 @@ TABLES = {
     "speed": speed_table,
     "warmup": warmup_table,
     "reference": reference_table,
-    "compare": compare_table,
+    **{kind: partial(compare_table, kind=kind) for kind in ("compare", "compare_quick", "compare_num_envs")},
     "learning": learning_table,
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),

@@ -4,6 +4,8 @@ A stand-in for the scripts, which writes its files at once, and made-up results:
 """
 
 import base64
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -93,11 +95,14 @@ def made_up_run(variant: str, seed: int, fps: float | None, script: str = "dqn",
     return run | {"areas": {"cpu": 3.0, "memory": 0.75}} | more
 
 
+SETTINGS = json.dumps({key: value for key, value in vars(compare.Args()).items() if key not in ("output", "against")})
+
+
 def made_up_result(runs: list[dict], **hardware) -> dict:
     about = {"cpu": "A Processor", "cores": 2, "torch_threads": 2, "gpu": None} | hardware
     result = {"kind": "compare", "command": "python benchmarks/compare.py --scripts dqn", "device": "cpu"}
     result |= {"started": "2026-01-02T03:04:05+00:00", "ended": "2026-01-02T03:14:05+00:00", "hardware": about}
-    result |= {"versions": {"python": "3.12.1", "torch": "2.13.0"}, "settings": {"quick": False, "scripts": ["dqn"]}}
+    result |= {"versions": {"python": "3.12.1", "torch": "2.13.0"}, "settings": json.loads(SETTINGS)}
     return result | {"medians": compare.summarise(runs), "runs": runs}
 
 
@@ -134,16 +139,58 @@ def test_interval_of_a_median_is_that_of_order_statistics():
     """
     for count, expected in ((3, (1, 3)), (5, (1, 5)), (7, (2, 6))):
         assert tuple(intervals.bootstrap_interval(np.arange(1, count + 1), np.median)) == expected
-    # The resamples of both are independent: the extremes of one meet those of the other (0.26² is above 0.025)
-    assert intervals.ratio_interval([1, 2, 3], [10, 20, 30]) == pytest.approx((1 / 30, 3 / 10))
+
+
+def divisions(count: int) -> list[tuple[list[int], list[int]]]:
+    """All ways to divide the numbers below 2 `count` into two halves, the lowest first half first."""
+    halves = sorted(itertools.combinations(range(2 * count), count), key=sum)
+    return [(list(half), [i for i in range(2 * count) if i not in half]) for half in halves]
+
+
+def test_rank_sum_test_is_exact():
+    """If nothing differs, all divisions are as likely: a p-value of at most p comes with the chance of p."""
+    assert intervals.rank_sum_p([1, 2, 3], [4, 5, 6]) == 1 / 20 and intervals.rank_sum_p([4, 5, 6], [1, 2, 3]) == 1
+    assert intervals.rank_sum_p([1, 3], [2, 9, 9]) == 2 / 10  # also 1 and 2, with the lowest sum
+    assert intervals.rank_sum_p([5, 5], [5, 5]) == 1 and intervals.rank_sum_p([1, 2], [2, 3]) == 2 / 6
+    for count in (1, 2, 3, 5):
+        p_values = [intervals.rank_sum_p(*division) for division in divisions(count)]
+        for p in p_values:
+            assert sum(other <= p for other in p_values) / len(p_values) == p
+
+
+def test_correction_for_several_p_values():
+    assert intervals.holm([0.01, 0.04, 0.03]).tolist() == [0.03, 0.06, 0.06]
+    assert intervals.holm([1 / 60, 0.5, 0.9]).tolist() == [0.05, 1, 1] and intervals.holm([]).tolist() == []
+
+
+def verdicts_of(halves: list[tuple[list[int], list[int]]]) -> list[str]:
+    """What is said of arms whose runs now and before are these halves, an arm for each."""
+    old, new = [], []
+    for number, (now, before) in enumerate(halves, 1):
+        for runs, values in ((old, before), (new, now)):
+            runs += [made_up_run("eager", seed, 100.0 + fps, num_envs=number) for seed, fps in enumerate(values)]
+    return [line["verdict"] for line in compare.compare_with({"runs": old}, {"runs": new})]
 
 
 def test_false_alarms_are_as_rare_as_is_said():
-    generator = np.random.default_rng(1)
-    for count in (3, 5):
-        runs = np.exp(generator.normal(0, 0.05, (200, 2, count)))  # before and now are the same
-        alarms = sum(intervals.ratio_interval(now, before)[1] < 1 for before, now in runs)
-        assert alarms <= 18  # 1 in 20 is 10, with a standard deviation of 3
+    """Any of 18 arms with 6 runs a side, if nothing changed: 3.8 %. With fewer runs none can be told to be slower."""
+    slowest_of = {count: divisions(count)[0] for count in (2, 3, 5)}
+    for count in (2, 3, 5):
+        assert verdicts_of([slowest_of[count]] * 18) == ["too few runs to tell"] * 18
+    assert verdicts_of([slowest_of[2]]) == ["too few runs to tell"] and verdicts_of([slowest_of[3]]) == ["slower"]
+    assert verdicts_of([slowest_of[3]] * 2) == ["too few runs to tell"] * 2
+    assert verdicts_of([slowest_of[5]] * 12) == ["slower"] * 12
+    every = divisions(6)
+    others = [every[len(every) // 2]] * 17
+    alarms = [verdicts_of([half, *others]) for half in every[:4]]
+    assert alarms == [["slower"] + ["within the noise"] * 17] * 2 + [["within the noise"] * 18] * 2
+    assert 0.03 < 1 - (1 - 2 / len(every)) ** 18 < compare.ALPHA
+
+
+def test_how_many_seeds_it_takes():
+    assert [compare.seeds_needed(runs, arms) for runs, arms in ((3, 1), (5, 12), (5, 13), (6, 46), (1, 1))] == [
+        3, 5, 6, 6, 19
+    ]  # fmt: skip
 
 
 def test_area_under_samples():
@@ -179,6 +226,44 @@ def test_sampler_counts_descendants():
     assert max(record["use"]["memory"]) > 0.2
     assert 0.4 < record["areas"]["cpu"] < 1.2  # core·s: what the child was told to take, and what they took to begin
     assert record["use"].keys() == {"seconds", "cpu", "memory"}
+
+
+def test_a_process_that_ends_between_two_readings_is_counted_once(monkeypatch):
+    """A child with 5 s ends after its parent was read, which has not waited for it then: the sample is not taken."""
+
+    class Gone(Exception):
+        pass
+
+    class Process:
+        def __init__(self, readings):
+            self.readings = iter(readings)  # own time and that of children that it has waited for
+
+        def children(self, recursive):
+            return [child] if len(samples.samples) < 2 else []
+
+        def oneshot(self):
+            return contextlib.nullcontext()
+
+        def cpu_times(self):
+            if (reading := next(self.readings)) is None:
+                raise Gone
+            return reading[0], 0.0, reading[1], 0.0
+
+        def memory_info(self):
+            return SimpleNamespace(rss=1)
+
+    root, child = Process([(1.0, 0.0), (2.0, 0.0), (3.0, 6.0), (4.0, 6.0)]), Process([(5.0, 0.0), None, (0.1, 0.0)])
+    monkeypatch.setattr(compare, "psutil", SimpleNamespace(Process=lambda pid: root, Error=Gone, NoSuchProcess=Gone))
+    monkeypatch.setattr(compare, "time", SimpleNamespace(perf_counter=itertools.count(1).__next__))
+    waits = iter([False, False, False, False, True])
+    samples = compare.Sampler(None)
+    samples.started = 0
+    samples.sample(1, SimpleNamespace(wait=lambda interval: next(waits)))
+    assert [(sample["seconds"], sample["cpu"]) for sample in samples.samples] == [
+        (1, 6),
+        (3, pytest.approx(1.55)),
+        (4, pytest.approx(0.9)),
+    ]
 
 
 def test_long_curves_are_thinned_and_their_areas_are_not():
@@ -242,7 +327,7 @@ def test_arms_take_turns(stand_in):
 
 def test_jax_is_compared_where_there_is_a_script(stand_in, capsys):
     (stand_in / "dqn_jax.py").unlink()
-    assert {arm.variant for arm in compare.plan_of(compare.Args(scripts=("dqn",)), "cpu")} == {
+    assert {arm.variant for arm in compare.plan_of(compare.Args(scripts=("dqn",), seeds=(1,)), "cpu")} == {
         "eager",
         "none",
         "compile",
@@ -253,10 +338,34 @@ def test_jax_is_compared_where_there_is_a_script(stand_in, capsys):
 
 
 def test_every_script_is_compared_by_default():
-    plan = compare.plan_of(compare.Args(), "cuda")
+    plan = compare.plan_of(compare.Args(seeds=(1,)), "cuda")
     for arm in plan:
         assert (ROOT / "leanrl" / f"{speed.script_of(arm.script, arm.variant)}.py").is_file()
     assert {arm.variant for arm in plan} >= {"eager", "none", "compile", "cudagraphs", "compile+cudagraphs"}
+
+
+def test_runs_are_long_enough_whatever_the_number_of_environments():
+    """On-policy whole rollouts, of which at least three are in the window of fps; else whole steps of all of them."""
+    for quick, flags, (script, workload) in itertools.product(
+        (False, True), ("", "--num-steps 64"), speed.WORKLOADS.items()
+    ):
+        if (quick and script not in compare.QUICK) or (flags and workload.learning_starts is not None):
+            continue
+        args, defaults = compare.Args(quick=quick, flags=flags), speed.defaults_of(script)
+        num_steps = 64 if flags else defaults.get("num_steps", 1)
+        for num_envs in (1, 4, 7, 16):
+            words = compare.flags_of(args, "cpu", compare.Arm(script, defaults["env_id"], num_envs, "eager", 1))
+            given = dict(itertools.pairwise(words))
+            before, steps = int(given.get("--learning-starts", 0)), int(given["--total-timesteps"])
+            assert (
+                before % num_envs == 0
+                and steps % (num_envs * (num_steps if workload.learning_starts is None else 1)) == 0
+            )
+            assert steps - before >= (compare.QUICK[script] if quick else workload.cpu)
+            if workload.learning_starts is None:
+                assert steps >= 4 * num_envs * num_steps
+            else:
+                assert workload.learning_starts <= before < workload.learning_starts + num_envs
 
 
 def test_a_comparison(stand_in, tmp_path, capsys):
@@ -318,15 +427,61 @@ def test_a_stopped_comparison_goes_on_where_it_was(stand_in, tmp_path, monkeypat
         bench(output, *FLAGS)
     stopped = json.loads(output.read_text())
     assert len(stopped["runs"]) == 2 and stopped["ended"] is None
-    assert "stopped; the runs so far" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "stopped; the runs so far" in out and "to go on with it: " in out
     monkeypatch.setattr(compare, "measure", lambda *args: calls.append(args[2]) or measure(*args))
     result = bench(output, *FLAGS)
     assert list(map(compare.arm_of, result["runs"])) == calls  # each once, the first two not again
     assert len(calls) == 4 and result["ended"] and len(result["resumed"]) == 1
     assert (result["started"], result["runs"][:2]) == (stopped["started"], stopped["runs"])
     assert "going on: 2 of 4 runs" in capsys.readouterr().out
-    bench(output, *FLAGS)
-    assert len(calls) == 4
+    before = json.loads(output.read_text())
+    assert bench(output, *FLAGS) == before and len(calls) == 4  # nothing was missing, nothing was resumed
+
+
+def test_how_to_go_on_is_told(stand_in, tmp_path, monkeypatch, capsys):
+    """With the file that was chosen by default, and with nothing that was given already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/compare.py", "--scripts", "dqn"])
+    measure = compare.measure
+    for name in ("", "mine.json"):
+        calls = iter([measure])  # the second is one too many: stopped
+        monkeypatch.setattr(compare, "measure", lambda *args, calls=calls: next(calls, stopped)(*args))
+        output = Path(name) if name else None
+        sys.argv += ["--output", name] if name else []
+        with pytest.raises(KeyboardInterrupt):
+            compare.main(compare.Args(scripts=("dqn",), output=output))
+        path = output or next(Path("runs", "bench").glob("compare_cpu_*.json"))
+        command = f"{sys.executable} benchmarks/compare.py --scripts dqn --output {path}"
+        assert capsys.readouterr().out.splitlines()[-1] == f"to go on with it: {command}"
+    assert len(json.loads(path.read_text())["runs"]) == 1
+
+
+def stopped(*_):
+    raise KeyboardInterrupt
+
+
+def test_other_code_and_other_packages_are_named(stand_in, tmp_path, capsys):
+    """Runs of two versions of a script are no result; one compares them with --against."""
+    output = tmp_path / "c.json"
+    old = bench(output, *FLAGS)
+    assert old["code"].keys() == {"dqn.py", "dqn_torchcompile.py"}
+    with (stand_in / "dqn_torchcompile.py").open("a") as file:
+        file.write("# faster\n")
+    output.write_text(json.dumps(old | {"versions": old["versions"] | {"numpy": "0.1"}}))
+    capsys.readouterr()
+    bench(output, *FLAGS, status=2)
+    error, changed = refusal(capsys), f"dqn_torchcompile.py {old['code']['dqn_torchcompile.py']}, now "
+    assert "numpy 0.1, now " in error and changed in error and "dqn.py" not in error
+    bench(tmp_path / "new.json", "--against", str(output))
+    out = capsys.readouterr().out
+    assert "scripts and packages: numpy 0.1, now " in out and changed in out
+    del old["code"]  # as of an earlier version: can be compared with, not gone on with
+    output.write_text(json.dumps(old))
+    bench(tmp_path / "newer.json", "--against", str(output))
+    assert "scripts and packages: the same; scripts not recorded" in capsys.readouterr().out
+    bench(output, *FLAGS, status=2)
+    assert "dqn.py not recorded, now " in refusal(capsys)
 
 
 def test_other_settings_are_named(stand_in, tmp_path, capsys, monkeypatch):
@@ -346,7 +501,14 @@ def test_other_settings_are_named(stand_in, tmp_path, capsys, monkeypatch):
 
 def test_what_is_no_comparison_is_not_written_over(stand_in, tmp_path, capsys):
     output = tmp_path / "c.json"
-    for text in ("", "[]", "{}", '{"kind": "speed"}'):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"kind": "speed"}',
+        '{"kind": "compare"}',
+        json.dumps(made_up_result([]) | {"runs": [{}]}),
+    ):
         output.write_text(text)
         with pytest.raises(SystemExit) as error:
             compare.main(compare.Args(scripts=("dqn",), output=output))
@@ -390,12 +552,13 @@ def test_quick_leaves_out_what_would_not_end_in_time(stand_in, tmp_path, capsys,
         (["--variants", "cudagraphs"], "--variants: cudagraphs needs a CUDA device"),
         (["--num-envs", "4", "0"], "--num-envs 4 0: must be at least 1"),
         (["--seeds", "1", "-1"], "--seeds 1 -1: must be at least 0"),
-        (["--seeds"], "--seeds: must be one at least"),
         (["--total-timesteps", "0"], "--total-timesteps 0: must be above 0"),
         (["--timeout", "nan"], "--timeout nan: must be above 0"),
         (["--flags", "'a"], "--flags 'a: No closing quotation"),
-        (["--output", "nowhere/c.json"], "--output nowhere/c.json: must be a file in a folder that exists"),
-        (["--against", "nowhere.json"], "--against nowhere.json: must be a result file of compare.py"),
+        (["--flags=--gamma 0.5 --num_envs=3"], "--flags --gamma 0.5 --num_envs=3: --num_envs=3 is for compare.py"),
+        (["--flags=--no-cuda"], "--flags --no-cuda: --no-cuda is for compare.py itself to choose"),
+        (["--output", "/dev/null/c.json"], "--output /dev/null/c.json: must be a file that can be written"),
+        (["--against", "nowhere.json"], "--against nowhere.json: must be a result file of the kind compare"),
         (["--quick", "--scripts", "dqn"], "--scripts: --quick chooses that by itself"),
         (["--quick", "--total-timesteps", "9"], "--total-timesteps: --quick chooses that by itself"),
     ],
@@ -403,7 +566,7 @@ def test_quick_leaves_out_what_would_not_end_in_time(stand_in, tmp_path, capsys,
 def test_bad_input_is_refused_in_one_line(flags, words, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(speed, "ask", lambda program: PROBE)
     monkeypatch.setattr(speed, "run_script", lambda *_: pytest.fail("something was run"))
-    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as error:
         compare.main(tyro.cli(compare.Args, args=flags))
     assert error.value.code == 2 and words in refusal(capsys)
@@ -418,26 +581,27 @@ def test_missing_psutil_is_told(monkeypatch, capsys):
 
 # ---- Regressions ----
 def test_slower_is_what_the_noise_does_not_explain():
-    old = made_up_result([made_up_run(v, s, 100 + s) for v in ("eager", "none", "compile", "jax") for s in (1, 2, 3)])
+    variants, seeds = ("eager", "none", "compile", "jax"), range(1, 6)
+    old = made_up_result([made_up_run(variant, seed, 100 + seed) for variant in variants for seed in seeds])
     new = made_up_result(
         [
-            *(made_up_run("eager", seed, 90 + seed) for seed in (1, 2, 3)),  # all below
-            *(made_up_run("none", seed, fps) for seed, fps in ((1, 80), (2, 90), (3, 102))),  # one is not
-            *(made_up_run("compile", seed, 110 + seed) for seed in (1, 2, 3)),
+            *(made_up_run("eager", seed, 90 + seed) for seed in seeds),  # all below
+            *(made_up_run("none", seed, 60 + 10 * seed) for seed in seeds),  # one is not: 70, 80, 90, 100, 110
+            *(made_up_run("compile", seed, 110 + seed) for seed in seeds),
             made_up_run("jax", 1, 9),
         ]
     )
     lines = {line["variant"]: line for line in compare.compare_with(old, new)}
     verdicts = {variant: line["verdict"] for variant, line in lines.items()}
     assert verdicts == {
-        "eager": "slower", "none": "within the noise", "compile": "faster", "jax": "can't tell: too few runs"
+        "eager": "slower", "none": "within the noise", "compile": "faster", "jax": "too few runs to tell"
     }  # fmt: skip
-    assert lines["eager"]["ratio"] == 92 / 102
-    assert lines["eager"]["ratio_interval"] == pytest.approx((91 / 103, 93 / 101))
+    assert lines["eager"]["ratio"] == 93 / 103
+    assert lines["eager"]["p_slower"] == pytest.approx(4 / 252) and lines["eager"]["p_faster"] == 1
 
 
 def test_against_measures_the_same_again(stand_in, tmp_path, capsys, monkeypatch):
-    old = bench(tmp_path / "old.json", *FLAGS, "--flags=--gamma 0.5")
+    old = bench(tmp_path / "old.json", *FLAGS, "3", "4", "--flags=--gamma 0.5")
     new = bench(tmp_path / "new.json", "--against", str(tmp_path / "old.json"))
     assert [run["command"] for run in new["runs"]] == [run["command"] for run in old["runs"]]
     assert "slower by more than the noise, 0 of 2 arms: none" in capsys.readouterr().out
@@ -449,13 +613,33 @@ def test_against_measures_the_same_again(stand_in, tmp_path, capsys, monkeypatch
     bench(tmp_path / "slow.json", *slow, status=1)
 
 
+def test_against_more_seeds(stand_in, tmp_path, capsys, monkeypatch):
+    """Two runs before can't tell; with as many now as are asked for they can."""
+    against = ["--against", str(tmp_path / "old.json")]
+    bench(tmp_path / "old.json", *FLAGS)
+    monkeypatch.setenv("FACTOR", "0.9")
+    bench(tmp_path / "new.json", *against)
+    told = capsys.readouterr()
+    assert told.out.count("too few runs to tell") == 2
+    assert "to tell what became slower, of 2 arms, takes 8 --seeds, here are 2" in told.err
+    bench(tmp_path / "more.json", *against, "--seeds", *"12345678", status=1)
+    told = capsys.readouterr()
+    assert "takes 8" not in told.err and "2 of 2 arms" in told.out
+
+
 def test_against_takes_no_other_settings_and_no_other_machine(stand_in, tmp_path, capsys):
     path = tmp_path / "old.json"
     bench(path, *FLAGS)
     capsys.readouterr()
-    bench(tmp_path / "new.json", "--against", str(path), "--seeds", "1", status=2)
-    assert "--seeds: --against takes all settings from its file" in refusal(capsys)
+    bench(tmp_path / "new.json", "--against", str(path), "--scripts", "dqn", status=2)
+    assert "--scripts: --against takes all settings but --seeds from its file" in refusal(capsys)
+    bench(path, "--against", str(tmp_path / "." / "old.json"), status=2)
+    assert "old.json: is the file that --against compares with" in refusal(capsys)
     old = json.loads(path.read_text())
+    for settings in ({"quick": False}, old["settings"] | {"turns": 3}):
+        (tmp_path / "odd.json").write_text(json.dumps(old | {"settings": settings}))
+        bench(tmp_path / "new.json", "--against", str(tmp_path / "odd.json"), status=2)
+        assert "has not the settings of this version: " in refusal(capsys)
     old["hardware"]["cpu"] = "An Older Processor"
     path.write_text(json.dumps(old))
     bench(tmp_path / "new.json", "--against", str(path), status=2)
@@ -479,6 +663,46 @@ def test_table_of_a_comparison_goes_stale(tmp_path):
     row = "| `dqn` | compile | CartPole-v1 | 1 | 3, 1 failed | 160 | 150–240 | 3.00 | 1.60–3.00 | 4.0 | 3.0 | 0.8 |"
     assert row in text and "CPU, core·s | memory, GB·s |" in text
     assert "seed 4 failed: exit status 1" in text and "(benchmarks/results/compare_cpu_2026-01-02.json)" in text
+
+
+def test_comparisons_of_a_kind_are_a_table(tmp_path):
+    """A quick one does not take the place of a whole one, nor one of chosen scripts; there is one by environments."""
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    for name, fps, settings in (
+        ("all", 11, {}),
+        ("quick", 22, {"quick": True, "scripts": ["dqn"]}),
+        ("chosen", 33, {"scripts": ["dqn"], "total_timesteps": 9}),
+        ("num_envs", 44, {"scripts": ["dqn"], "num_envs": [1, 4]}),
+    ):
+        result = made_up_result([made_up_run("eager", s, n * fps + s, num_envs=n) for s in (0, 1, 2) for n in (1, 4)])
+        result["settings"] |= settings
+        (folder / f"compare_{name}.json").write_text(json.dumps(result))
+    for kind, name, row in (
+        ("compare", "all", "| `dqn` | eager | CartPole-v1 | 1 | 3 | 12.0 | 11.0–13.0 | 1.00 |"),
+        ("compare_quick", "quick", "| `dqn` | eager | CartPole-v1 | 4 | 3 | 89.0 | 88.0–90.0 | 1.00 |"),
+        ("compare_num_envs", "num_envs", "| `dqn` | eager | CartPole-v1 | 45 (44–46) | 177 (176–178) |"),
+    ):
+        text = tables.TABLES[kind](folder)
+        assert row in text and re.findall(r"\[`(.+?)`\]", text) == [f"compare_{name}.json"]
+        assert "Medians of 3 runs, one a seed, with their range" in text and "95 % interval |" not in text
+
+
+def test_notes_tell_what_the_figures_are():
+    def first_note(*counts: int) -> str:
+        runs = [
+            made_up_run("eager", seed, 5.0, num_envs=n) for n, count in enumerate(counts, 1) for seed in range(count)
+        ]
+        return compare.notes_of(made_up_result(runs))[0]
+
+    assert first_note(5, 6) == "Medians of 5 to 6 runs, one a seed, with 95 % bootstrap intervals."
+    assert first_note(3, 5).endswith(
+        "3 to 5 runs, one a seed, with 95 % bootstrap intervals (of fewer than five runs, their range)."
+    )
+    assert first_note(3) == "Medians of 3 runs, one a seed, with their range, as an interval of 95 % takes five."
+    quiet, busy = (made_up_result([made_up_run("eager", 1, 5.0, load_before=load)]) for load in (2.0, 6.37))
+    assert not any("quiet" in note for note in compare.notes_of(quiet))
+    assert "The machine was not quiet: the load before a run was up to 6.4, with 2 cores." in compare.notes_of(busy)
 
 
 # ---- Report ----
@@ -510,6 +734,7 @@ def test_page_needs_no_other_file(tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     pictures = {base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources}
+    assert "mean over the seeds, and range." in page and "interquartile mean" not in page
     assert len(sources) == 5 and pictures == {path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
     for words in ("A Processor", "torch 2.13.0", "python benchmarks/compare.py --scripts dqn", "1.60–3.00", "--seed 3"):
         assert words in page
@@ -543,6 +768,22 @@ def test_what_the_pictures_show():
     assert [line.get_label() for line in curves.lines] == ["eager", "compile"]
     assert curves.lines[0].get_ydata()[[0, -1]] == pytest.approx((2, 6))  # the seeds' returns are 1 to 3, then 3 to 9
     assert [len(axes.lines) for axes in report.use_picture(result, "cpu").axes] == [6, 1, 1]
+    assert "range" in figure.axes[-1].get_xlabel() and "95 %" not in figure.axes[-1].get_xlabel()
+
+
+def test_a_run_with_an_empty_cache_does_not_hide_the_others():
+    long = {"use": {"seconds": [1.0, 90.0], "cpu": [1.0, 2.0], "memory": [0.25, 0.5]}}
+    long |= {"curve": {"global_step": [0, 10, 20], "wall_time": [0.0, 70.0, 80.0], "episode_return": [1.0, 2.0, 3.0]}}
+    result = made_up_result([*RUNS, made_up_run("compile", 5, 150.0, **long)])
+    for figure, end, told in (
+        (report.use_picture(result, "cpu"), 2.2, "90"), (report.return_picture(result, "wall_time"), 2.2, "80")
+    ):  # fmt: skip
+        (axes,) = figure.axes
+        assert axes.get_xlim()[1] == pytest.approx(end) and f"(the longest took {told}: cut off)" in axes.get_xlabel()
+        widths = {line.get_label(): line.get_linewidth() for line in axes.lines}
+        assert widths["eager"] > widths["compile"]
+    (axes,) = report.use_picture(made_up_result(RUNS), "cpu").axes
+    assert axes.get_xlim() == (0, 2) and "cut" not in axes.get_xlabel()
 
 
 def test_several_files_are_sections_of_one_page(tmp_path, capsys):
@@ -557,10 +798,13 @@ def test_several_files_are_sections_of_one_page(tmp_path, capsys):
 def test_report_refuses_what_it_can_not_draw(tmp_path, capsys):
     (tmp_path / "none.json").write_text(json.dumps(made_up_result([made_up_run("eager", 1, None)])))
     (tmp_path / "good.json").write_text(json.dumps(made_up_result(RUNS)))
+    (tmp_path / "bare.json").write_text('{"kind": "compare"}')
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "good.json").write_text(json.dumps(made_up_result(RUNS)))
     for paths, output, words in (
-        (["missing.json"], "out", "missing.json: must be a result file of compare.py"),
+        ([], "out", "results: name one result file"),
+        (["missing.json"], "out", "missing.json: must be a result file of the kind compare"),
+        (["bare.json"], "out", "bare.json: must be a result file of the kind compare"),
         (["none.json"], "out", "none.json: has no finished run"),
         (["good.json", "folder/good.json"], "out", "need names that differ"),
         (["good.json"], "good.json", "--output"),
