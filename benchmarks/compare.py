@@ -387,7 +387,8 @@ def notes_of(result: dict) -> list[str]:
     counts = sorted({line["runs"] for line in result["medians"] if line["runs"]}) or [0]
     each = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + f" run{'s' * (counts[-1] != 1)}"
     what = "95 % bootstrap intervals" + " (of fewer than five runs, their range)" * (counts[0] < 5)
-    what = what if counts[-1] >= 5 else "their range, as an interval of 95 % takes five"
+    if counts[-1] < 5:
+        what = "their range, as an interval of 95 % takes five" if counts[-1] > 1 else "no interval"
     notes = [f"Medians of {each}, one a seed, with {what}.", " ".join(MEDIANS_NOTE.split()), *failures_of(result)]
     if left_out := result.get("left_out", 0):
         notes.append(f"{left_out} runs are left out: they were not expected to end in time.")

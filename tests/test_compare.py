@@ -699,6 +699,7 @@ def test_notes_tell_what_the_figures_are():
     assert first_note(3, 5).endswith(
         "3 to 5 runs, one a seed, with 95 % bootstrap intervals (of fewer than five runs, their range)."
     )
+    assert first_note(1) == "Medians of 1 run, one a seed, with no interval."
     assert first_note(3) == "Medians of 3 runs, one a seed, with their range, as an interval of 95 % takes five."
     quiet, busy = (made_up_result([made_up_run("eager", 1, 5.0, load_before=load)]) for load in (2.0, 6.37))
     assert not any("quiet" in note for note in compare.notes_of(quiet))
