@@ -1,12 +1,16 @@
-"""T-maze (Bakker 2002; the passive one of Ni et al. 2023, section 5.1): remember a cue to the end of a corridor.
-
-The first observation says whether the goal is up or down. The agent is moved along a corridor of `length` steps, where
-nothing it does matters; at its end it has to choose. The return is 1 for the right choice and 0 for the other, so that
-an agent without a memory longer than the corridor reaches 0.5.
+"""T-maze: remember a cue to the end of a corridor (after Bakker 2001, "Reinforcement learning with LSTM", section 4).
 
     python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze100-v0 --cell lru
 
-TMaze-v0 has a corridor of 10 steps, TMazeN-v0 one of N: 10, 30, 100, 300, 1000.
+The first observation says whether the goal is up or down. The agent is moved along a corridor where all looks alike and
+nothing it does matters, and sees the junction as many steps after the cue as the corridor is long; what it does there
+ends the episode. The return is 1 at the goal and 0 elsewhere: 0.5 on average without a memory of that length. An agent
+that has its previous action among its inputs could also hold the cue by acting it all the way.
+
+Only memory is measured. Bakker's agent walks by itself, and is paid for the choice but also charged for standing still;
+so does that of the passive T-maze (Ni et al. 2023, https://arxiv.org/abs/2307.03864), charged for falling behind.
+
+TMaze-v0 has a corridor of 10 steps, TMazeL-v0 one of L: 10, 20, 30, 50, 100, 200, 300, 500 or 1000.
 """
 
 import gymnasium as gym
@@ -14,17 +18,23 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-LENGTHS = (10, 30, 100, 300, 1000)
+LENGTHS = (10, 20, 30, 50, 100, 200, 300, 500, 1000)
 CORRIDOR, JUNCTION, UP, DOWN = np.eye(4, dtype=np.float32)
 
 
+def check_length(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"a corridor must be at least 1 step long, not {length}")
+
+
 class TMaze(gym.Env):
-    """Observations: one-hot codes [4] of corridor, junction, goal up, goal down. Actions: 0 is up, 1 is down."""
+    """Observations are one-hot codes of corridor, junction, goal up, goal down, [4]; actions 0 (up) and 1 (down)."""
 
     observation_space = gym.spaces.Box(0, 1, (4,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self, length: int = 10):
+        check_length(length)
         self.length = length
 
     def reset(self, *, seed=None, options=None):
@@ -40,37 +50,33 @@ class TMaze(gym.Env):
 
 
 class VectorTMaze(gym.vector.VectorEnv):
-    """The same for many mazes at a time."""
+    """Mazes side by side. All episodes are of one length, so that all agents are at the same `place`."""
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012, as gym.vector.VectorEnv has it
     single_observation_space, single_action_space = TMaze.observation_space, TMaze.action_space
 
-    def __init__(self, num_envs: int = 1, length: int = 10, **_):
+    def __init__(self, num_envs: int = 1, length: int = 10):
+        check_length(length)
         self.num_envs, self.length = num_envs, length
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.place, self.goal = (np.zeros(self.num_envs, int) for _ in range(2))
-        self.begin(np.ones(self.num_envs, bool))
-        return self.observation(), {}
-
-    def begin(self, which):
-        self.place[which], self.goal[which] = 0, self.np_random.integers(2, size=which.sum())
-
-    def observation(self):
-        codes = np.where(self.place >= self.length, 1, np.where(self.place > 0, 0, 2 + self.goal))
-        return np.eye(4, dtype=np.float32)[codes]
+        self.goal, self.place = self.np_random.integers(2, size=self.num_envs), 0
+        return np.stack([UP, DOWN])[self.goal], {}
 
     def step(self, actions):
-        is_over = self.place > self.length
-        terminated = self.place == self.length
-        reward = (terminated & (actions == self.goal)).astype(np.float64)
+        reward, terminated, truncated = np.zeros(self.num_envs), *np.zeros((2, self.num_envs), bool)
+        if self.place > self.length:
+            observation, _ = self.reset()
+            return observation, reward, terminated, truncated, {}
+        if self.place == self.length:
+            reward, terminated = (actions == self.goal).astype(np.float64), ~terminated
         self.place += 1
-        self.begin(is_over)
-        return self.observation(), reward, terminated, np.zeros(self.num_envs, bool), {}
+        here = JUNCTION if self.place >= self.length else CORRIDOR
+        return np.tile(here, (self.num_envs, 1)), reward, terminated, truncated, {}
 
 
-for name, length in [("TMaze-v0", 10), *((f"TMaze{length}-v0", length) for length in LENGTHS)]:
+for name, length in {"TMaze-v0": 10, **{f"TMaze{length}-v0": length for length in LENGTHS}}.items():
     gym.register(name, f"{__name__}:TMaze", vector_entry_point=f"{__name__}:VectorTMaze", kwargs={"length": length})

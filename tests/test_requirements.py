@@ -108,8 +108,8 @@ def test_constraints_hold_what_the_requirements_need():
     pinned = pins()
     todo = [
         Requirement(line)
-        for name in ("requirements.txt", "requirements-envpool.txt", "requirements-bench.txt", "requirements-dev.txt")
-        for line in requirement_lines(ROOT / "requirements" / name)
+        for name in ("", "-envpool", "-bench", "-memory", "-dev")
+        for line in requirement_lines(ROOT / "requirements" / f"requirements{name}.txt")
     ]
     seen = set()
     while todo:
