@@ -18,7 +18,7 @@ wrong one -1/n, where n answers are paid in an episode. The best return is 1; gu
 Ids are the game's name with Easy-v0, Medium-v0 and Hard-v0, in the table from left to right. RepeatPrevious10-v0, which
 the package has not, is the easy one with k = 10.
 
-With its previous answer among its inputs an agent needs no other memory for RepeatFirst: it can repeat itself.
+An agent that has its previous answer among its inputs could do RepeatFirst without another memory: by repeating itself.
 """
 
 import gymnasium as gym
