@@ -12,11 +12,14 @@ the last 20 and 100 episodes.
 """
 
 import ast
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -109,6 +112,8 @@ class RunArgs:
     """folder for the run folders and the logs"""
     results: Path = LEARNING
     """folder of the results"""
+    points: int = 0
+    """keep no more than this many means of episodes in a result, instead of every episode; 0: every episode"""
     dry_run: bool = False
     """only say what would run"""
 
@@ -142,6 +147,19 @@ def thin(columns: dict[str, list], points: int) -> dict[str, list]:
     return {key: [column[row] for row in kept] for key, column in columns.items()}
 
 
+def averaged(episodes: dict[str, list], points: int) -> dict[str, list]:
+    """At most `points` means over as many episodes each, with the step at which the last of them ended."""
+    rows = len(next(iter(episodes.values()), []))
+    cuts = [round(i * rows / points) for i in range(points + 1)] if rows > points else [*range(rows + 1)]
+    parts = [slice(start, end) for start, end in itertools.pairwise(cuts)]
+    means = {
+        name: [round(statistics.fmean(map(float, column[part])), 4) for part in parts]
+        for name, column in episodes.items()
+        if name != "global_step"
+    }
+    return {"global_step": [episodes["global_step"][part][-1] for part in parts], **means}
+
+
 def losses_of(metrics: dict[str, list]) -> dict[str, list]:
     """The columns of losses, and their steps, from the first line that has them on."""
     names = [name for name in metrics if name not in NO_LOSS]
@@ -163,8 +181,8 @@ def mean_of_last(returns: Sequence[float | None], count: int) -> float | None:
     return round(math.fsum(last) / len(last), 4) if last else None
 
 
-def collect(folder: Path) -> dict:
-    """The result of a finished run; raises ValueError for any other folder."""
+def collect(folder: Path, points: int = 0) -> dict:
+    """The result of a finished run, its episodes or `points` means of them; raises ValueError for other folders."""
     missing = [
         f for f in ("config.json", "summary.json", "episodes.jsonl", "metrics.jsonl") if not (folder / f).is_file()
     ]
@@ -186,12 +204,14 @@ def collect(folder: Path) -> dict:
     result |= {"changed": changed, "arguments": arguments}
     result |= {**{key: config[key] for key in NO_ARGUMENT}, "summary": summary}
     result |= {"return_last_20": mean_of_last(returns, 20), "return_last_100": mean_of_last(returns, 100)}
+    if points:
+        return result | {"means": averaged(episodes, points)}
     return result | {"episodes": episodes, "losses": losses_of(read_columns(folder / "metrics.jsonl"))}
 
 
 def result_name(env_id: str, script: str, variant: str, steps: int, changed: Mapping[str, object], seed: int) -> str:
     changes = "".join(f"__{name.replace('_', '-')}-{value}" for name, value in sorted(changed.items()))
-    return f"{env_id.replace('/', '-')}__{script}__{variant}__{steps}{changes}__seed{seed}.json"
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '-', env_id)}__{script}__{variant}__{steps}{changes}__seed{seed}.json"
 
 
 def name_of(result: dict) -> str:
@@ -303,7 +323,7 @@ def finish(job: dict, code: int, args: RunArgs) -> str | None:
     if code != 0 or len(folders) != 1:
         return f"exit status {code}: {log[-1]}"
     try:
-        result = collect(folders.pop())
+        result = collect(folders.pop(), args.points)
         write(result, args.results)
     except ValueError as error:
         return str(error)
@@ -312,12 +332,12 @@ def finish(job: dict, code: int, args: RunArgs) -> str | None:
     return None
 
 
-def run_all(args: RunArgs) -> None:
+def run_all(args: RunArgs, plan: list[dict] = PLAN) -> None:
     """Runs the jobs that have no result yet, `args.jobs` at a time; exit status 1 if one fails."""
     if args.jobs < 1:
         fail(f"--jobs {args.jobs}: must be at least 1")
     try:
-        plan = json.loads(args.plan.read_text()) if args.plan else PLAN
+        plan = json.loads(args.plan.read_text()) if args.plan else plan
     except (OSError, ValueError) as error:
         fail(f"--plan {args.plan}: must be a JSON file ({error})")
     args.output_dir = args.output_dir.resolve()

@@ -88,7 +88,7 @@ class Args:
     """discount factor, per step"""
     gae_lambda: float = 0.95
     """λ of the generalised advantage estimates"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -807,13 +807,17 @@ class LinearCell(Cell):
 
 
 class MinGRU(LinearCell):
-    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1)."""
+    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1).
+
+    The gates begin open for 1 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
+    """
 
     parts = 1
 
     def __init__(self, size: int):
         super().__init__()
         self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
+        nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
 
     def initial_state(self, batch):
         return self.gate.weight.new_zeros(batch, self.gate.out_features)
@@ -829,10 +833,9 @@ class MinGRU(LinearCell):
 class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): complex decays below 1, and inputs scaled to them."""
 
-    def __init__(self, size: int, smallest: float = 0.9, largest: float = 0.999):
+    def __init__(self, size: int):
         super().__init__()
-        modulus = (torch.rand(size) * (largest**2 - smallest**2) + smallest**2).sqrt()
-        self.log_decay = nn.Parameter((-modulus.log()).log())
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), math.log(0.1)))
         self.phase = nn.Parameter(torch.rand(size) * math.pi / 10)
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
