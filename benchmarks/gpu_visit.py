@@ -36,7 +36,16 @@ class Args:
     """seconds after which the visit is over"""
     test_budget: float = 180.0
     """seconds of them that the tests may take"""
-    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo", "ppo_continuous_action", "ppo_atari_envpool")
+    scripts: tuple[str, ...] = (
+        "sac",
+        "td3",
+        "dqn",
+        "ppo",
+        "ppo_continuous_action",
+        "ppo_atari_envpool",
+        "ppo_memory",
+        "dqn_memory",
+    )
     """scripts to measure, the most valuable first"""
     repeats: int = 2
     """runs of each arm, if the time lasts"""

@@ -85,6 +85,8 @@ WORKLOADS = {
     "ppo": Workload(None, cpu=60_000, cuda=40_000, captured=150_000),
     "ppo_continuous_action": Workload(None, cpu=20_480, cuda=20_480, captured=61_440),
     "ppo_atari_envpool": Workload(None, cpu=8_192, cuda=40_960, captured=163_840),
+    "ppo_memory": Workload(None, cpu=61_440, cuda=40_960, captured=163_840),
+    "dqn_memory": Workload(5_000, cpu=40_000, cuda=40_000, captured=150_000),
 }
 
 # Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
@@ -109,7 +111,16 @@ print(json.dumps({"flop_per_second": round(2 * 256**3 / statistics.median(rest))
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("sac", "td3", "dqn", "ppo", "ppo_continuous_action", "ppo_atari_envpool")
+    scripts: tuple[str, ...] = (
+        "sac",
+        "td3",
+        "dqn",
+        "ppo",
+        "ppo_continuous_action",
+        "ppo_atari_envpool",
+        "ppo_memory",
+        "dqn_memory",
+    )
     """scripts to measure: names in leanrl/ without `_torchcompile` and `.py`, or the beginnings of such names"""
     variants: tuple[Variant, ...] = ()
     """variants to measure; by default all that the device can run"""

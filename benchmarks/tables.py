@@ -5,10 +5,10 @@
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from
-all files in benchmarks/results/learning/, the table of scripts from these and the speed, what a message costs from all
-files of a machine, and all others from the newest file in benchmarks/results/ of each machine. Comparisons are of three
-kinds: of every script (compare), quick ones (compare_quick), and those with several --num-envs (compare_num_envs). The
-figures of others are in reference_*.json.
+all files in benchmarks/results/learning/, and memory/ beside it, the table of scripts from the former and the speed,
+what a message costs from all files of a machine, and all others from the newest file in benchmarks/results/ of each
+machine. Comparisons are of three kinds: of every script (compare), quick ones (compare_quick), and those with several
+--num-envs (compare_num_envs). The figures of others are in reference_*.json.
 """
 
 import json
@@ -25,6 +25,7 @@ import tyro
 import compare
 import compile_inference
 import eager_tips
+import memory_learning
 from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
 
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
@@ -35,6 +36,7 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "ppo": "PPO",
     "ppo_continuous_action": "PPO, continuous",
     "ppo_atari_envpool": "PPO, Atari",
+    "ppo_memory": "PPO, memory",
 }
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000"]
 COLUMNS = 3  # of panels
@@ -229,7 +231,7 @@ def mean_and_deviation(values: Sequence[float | None]) -> str:
     values = [value for value in values if value is not None]
     if not values:
         return "-"
-    digits = 0 if max(map(abs, values)) >= 1000 else 1
+    digits = 0 if max(map(abs, values)) >= 1000 else 2 if max(map(abs, values)) <= 1 else 1
     deviation = f" ± {show(statistics.stdev(values), digits)}" if len(values) > 1 else ""
     return show(statistics.fmean(values), digits) + deviation
 
@@ -255,6 +257,30 @@ def learning_table(results: Path) -> str:
     return (
         f"{table}\n\n{note} {source}\\_\\_seedSEED.json: {'; '.join(sorted(machines))}; {'; '.join(sorted(versions))}."
     )
+
+
+def memory_table(results: Path) -> str:
+    """What an agent with each memory reached on each task."""
+    found = memory_learning.returns(results / "memory")
+    if not found:
+        return "No results yet: `python benchmarks/memory_learning.py` makes them."
+    cells = [cell for cell in memory_learning.CELLS if any(known == cell for _, known in found)]
+    rows, counts = [], {len(values) for values in found.values()}
+    for name, task in memory_learning.TASKS.items():
+        shown = [mean_and_deviation(found[name, cell]) if (name, cell) in found else "" for cell in cells]
+        if any(shown):
+            rows.append([name, f"{task.steps:,}", f"{task.chance:g}", f"{task.best:g}", *shown])
+    table = markdown(["task", "steps", "forgetting", "remembering", *(f"`{cell}`" for cell in cells)], rows, 1)
+    paths = sorted((results / "memory").glob("*.json"))
+    made = [load(path) for path in paths]
+    machines = sorted({f"{r['device_name']}, {threads(r['threads'])}" for r in made})
+    versions = sorted({f"torch {r['versions']['torch']}, Python {r['versions']['python']}" for r in made})
+    folder = f"{results.relative_to(results.parent.parent).as_posix()}/memory"
+    seeds = f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{min(counts)} seeds"
+    note = f"Mean ± standard deviation over {seeds} of the mean return of the last 100 training episodes of a run; the"
+    note += " returns of agents that forget everything and that remember everything beside it."
+    source = f"From the {len(paths)} files in [`{folder}/`]({folder})"
+    return f"{table}\n\n{note} {source}: {'; '.join(machines)}; {'; '.join(versions)}."
 
 
 def processes(lines: Sequence[dict]) -> str:
@@ -382,6 +408,7 @@ TABLES = {
     "reference": reference_table,
     **{kind: partial(compare_table, kind=kind) for kind in ("compare", "compare_quick", "compare_num_envs")},
     "learning": learning_table,
+    "memory": memory_table,
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,

@@ -51,7 +51,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
-    env_id: str = "CartPole-v1"
+    env_id: str = "benchmarks.tmaze:TMaze-v0"
     """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""

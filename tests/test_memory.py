@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
 import ppo_memory
 import ppo_memory_torchcompile

@@ -1,0 +1,90 @@
+"""benchmarks/memory_learning.py: its plan, its short results, their table and picture."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import learning  # noqa: E402
+import memory_learning  # noqa: E402
+import ppo_memory  # noqa: E402
+import tables  # noqa: E402
+from memory_learning import CELLS, SEEDS, TASKS  # noqa: E402
+
+
+def a_result(task: str, cell: str, seed: int, reached: float) -> dict:
+    arguments = {"env_id": TASKS[task].env_id, "cell": cell, "seed": seed}
+    arguments["hide_velocities"] = "--hide-velocities" in TASKS[task].flags
+    versions = {"torch": "2.13.0", "python": "3.11.7"}
+    about = {"device_name": "A Processor", "threads": 1, "versions": versions}
+    return {"arguments": arguments, "return_last_100": reached} | about
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Two seeds of two memories on three tasks."""
+    folder = tmp_path / "benchmarks" / "results" / "memory"
+    folder.mkdir(parents=True)
+    for task in ("T-maze 10", "T-maze 100", "RepeatPrevious"):
+        for cell, seed in (("none", 1), ("none", 2), ("lru", 1), ("lru", 2)):
+            result = a_result(task, cell, seed, 0.5 + 0.1 * seed if cell == "none" else 1.0)
+            (folder / f"{task}{cell}{seed}.json").write_text(json.dumps(result))
+    return folder.parent
+
+
+def test_the_plan_has_every_run_once(capsys):
+    memory_learning.main(memory_learning.Args(dry_run=True, results=Path("nowhere")))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(set(lines[1:])) == len(lines[1:]) == sum(len(SEEDS) * len(task.cells) for task in TASKS.values())
+    assert tuple(ppo_memory.CELLS) == CELLS
+    commands = [line.split() for line in lines[1:]]
+    rollouts = [int(command[command.index("--num-steps") + 1]) for command in commands if "TMaze1000-v0" in command[-5]]
+    assert rollouts and min(rollouts) > 1001, "a rollout holds what has to be remembered"
+
+
+def test_one_task_and_cell(capsys):
+    memory_learning.main(
+        memory_learning.Args(task=("T-maze 30",), cell=("gru",), dry_run=True, results=Path("nowhere"))
+    )
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(SEEDS) and all("--cell gru" in line and "TMaze30-v0" in line for line in lines)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("task", "T-maze 7"), ("cell", "elman")])
+def test_unknown_names(capsys, flag, value):
+    with pytest.raises(SystemExit) as error:
+        memory_learning.main(memory_learning.Args(**{flag: (value,)}))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and f"--{flag} {value}" in line
+
+
+def test_means_over_episodes():
+    episodes = {
+        "global_step": [*range(10, 110, 10)],
+        "return": [*map(float, range(10))],
+        "terminated": 5 * [True, False],
+    }
+    means = learning.averaged(episodes, 5)
+    assert means == {"global_step": [20, 40, 60, 80, 100], "return": [0.5, 2.5, 4.5, 6.5, 8.5], "terminated": 5 * [0.5]}
+    assert learning.averaged(episodes, 3)["global_step"] == [30, 70, 100]
+    assert learning.averaged(episodes, 50)["return"] == episodes["return"], "no more points than episodes"
+
+
+def test_the_table(results):
+    table = tables.memory_table(results)
+    assert "| T-maze 10 | 200,000 | 0.5 | 1 | 0.65 ± 0.07 | 1.00 ± 0.00 |" in table
+    assert "`none` | `lru` |" in table and "CartPole" not in table
+    assert "From the 12 files" in table and "2 seeds" in table and "A Processor" in table
+    assert tables.memory_table(results.parent) == "No results yet: `python benchmarks/memory_learning.py` makes them."
+
+
+def test_the_picture(results, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    memory_learning.main(memory_learning.Args(plot=tmp_path / "memory.png", results=results / "memory"))
+    assert (tmp_path / "memory.png").stat().st_size > 20_000
+    with pytest.raises(SystemExit):
+        memory_learning.main(memory_learning.Args(plot=tmp_path / "memory.png", results=tmp_path))
