@@ -930,7 +930,10 @@ class RecurrentActorCritic(nn.Module):
     def __init__(self, inputs: int, outputs: int, is_discrete: bool, cell: Cell, size: int):
         super().__init__()
         gain = math.sqrt(2)
-        self.encoder = nn.Sequential(orthogonal(nn.Linear(inputs, size), gain), nn.Tanh())
+        layers = [
+            orthogonal(nn.Linear(width, size), gain) for width in (inputs, size)
+        ]  # two: linear cells gate nothing
+        self.encoder = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU())
         self.cell = cell
         hidden = [nn.Sequential(orthogonal(nn.Linear(size, size), gain), nn.Tanh()) for _ in range(2)]
         self.actor = nn.Sequential(hidden[0], orthogonal(nn.Linear(size, outputs), 0.01))
