@@ -835,8 +835,8 @@ class LRU(LinearCell):
 
     def __init__(self, size: int):
         super().__init__()
-        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), math.log(0.1)))
-        self.phase = nn.Parameter(torch.rand(size) * math.pi / 10)
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), 0))
+        self.phase = nn.Parameter(torch.rand(size) * math.pi)
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
