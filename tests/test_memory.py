@@ -42,9 +42,24 @@ def test_the_recurrence_is_the_loop(steps, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_backwards_in_time(steps, dtype):
+    ours, theirs = ([x.clone().requires_grad_() for x in example(steps, dtype)] for _ in range(2))
+    result = linear_recurrence(*ours, reverse=True)
+    expected = by_loop(theirs[0].flip(0), theirs[1].flip(0), theirs[2]).flip(0)
+    cotangent = torch.randn_like(expected)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+    gradients = zip(torch.autograd.grad(result, ours, cotangent), torch.autograd.grad(expected, theirs, cotangent))
+    for gradient, known in gradients:
+        torch.testing.assert_close(gradient, known, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_gradcheck(dtype):
     inputs = [x.requires_grad_() for x in example(7, dtype, batch=2, size=2)]
-    assert torch.autograd.gradcheck(linear_recurrence, inputs)
+    assert torch.autograd.gradcheck(linear_recurrence, inputs) and torch.autograd.gradgradcheck(
+        linear_recurrence, inputs
+    )
     assert torch.autograd.gradcheck(linear_recurrence, [inputs[0][0].detach().requires_grad_(), *inputs[1:]])
 
 
