@@ -267,6 +267,8 @@ def read_checkpoint(folder: Path) -> dict:
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
         problem = f"part {damaged}" if damaged else f"of the script {script}" + f", without {missing}" * bool(missing)
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({problem})")
+    if "_memory" in script:
+        fail(f"{folder}: is of {script}.py, whose agents have a memory, which evaluate.py does not know")
     return checkpoint
 
 
