@@ -1,0 +1,1430 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16"]
+# ///
+"""DQN with a memory, for tasks whose observations do not tell all (Mnih et al. 2015, Kapturowski et al. 2019).
+
+A sequence model runs over the consecutive episodes of each environment, its state zero where one begins. Replayed are
+slices of consecutive rows that may cross the ends of episodes: no padding. Each is learned from the state that the
+memory had before it when it was seen, or from zero, in both cases brought up to date over its first --burn-in rows
+(R2D2's section 3); episodes longer than a slice need the former. Targets are those of double DQN.
+This is the script at full speed; `dqn_memory.py` is the same algorithm in plain PyTorch, to be read first.
+
+    python leanrl/dqn_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
+
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+"""
+
+import contextlib
+import copy
+import difflib
+import fcntl
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, NoReturn, TextIO
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from tensordict.nn import CudaGraphModule
+from torch.func import grad_and_value
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of every random number: environments, networks, exploration, replay"""
+    env_id: str = "CartPole-v1"
+    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
+    total_timesteps: int = 500_000
+    """length of the run, in environment steps summed over all environments"""
+    num_envs: int = 16
+    """number of environments stepped side by side"""
+    cuda: bool = True
+    """train on CUDA where there is a device, else on the CPU"""
+    torch_deterministic: bool = True
+    """have cuDNN and cuBLAS use repeatable kernels"""
+    track: bool = False
+    """send the metrics to Weights & Biases as well (needs the wandb package)"""
+    wandb_project: str = "leanrl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; your default one if not given"""
+    output_dir: str = "runs"
+    """folder in which the run's own folder is made"""
+    measure_burnin: int = 100
+    """environment steps after learning has started before fps is measured"""
+    save_every: int = 0
+    """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
+    resume: str | None = None
+    """folder of the run to go on with, under its own arguments; environments begin new episodes, PPO a new rollout"""
+
+    cell: Literal["none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm"] = "lru"
+    """memory of the agent; none, and stack, which sees the last four steps, are controls"""
+    hidden_size: int = 64
+    """width of the layers and of the memory"""
+    hide_velocities: bool = False
+    """hide the velocities that CartPole, Pendulum, Acrobot, MountainCar and HalfCheetah show"""
+    start_state: Literal["stored", "zero"] = "stored"
+    """state from which a slice is run: the one that the memory had before it when it was seen, or zero"""
+    slice_length: int = 64
+    """consecutive rows of a slice; a row is a step, or the reset after an episode's end"""
+    burn_in: int = 0
+    """first rows of a slice that only bring its state up to date"""
+    buffer_size: int = 100_000
+    """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
+    save_replay: bool = False
+    """keep the replay buffer in the checkpoint; without it a resumed run first collects --learning-starts steps anew"""
+    gamma: float = 0.99
+    """discount factor, per step"""
+    tau: float = 1.0
+    """share of the new parameters in each update of the target networks"""
+    batch_size: int = 2048
+    """transitions per update"""
+    learning_starts: int = 5_000
+    """environment steps before the first update; SAC and TD3 act at random until then"""
+    learning_rate: float = 1e-3
+    """learning rate of Adam"""
+    max_grad_norm: float = 10.0
+    """norm to which longer gradients are cut"""
+    train_frequency: int = 64
+    """environment steps between updates"""
+    target_network_frequency: int = 2_000
+    """environment steps between updates of the target networks"""
+    start_e: float = 1.0
+    """share of random actions ε at the start"""
+    end_e: float = 0.05
+    """share of random actions ε once it has fallen"""
+    exploration_fraction: float = 0.3
+    """share of the run over which ε falls linearly"""
+
+    compile: bool = False
+    """compile the steps with torch.compile"""
+    cudagraphs: bool = False
+    """capture the steps in CUDA graphs"""
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+CHECKPOINT_FORMAT = 3
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
+    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
+    for names, allowed, low, high in (
+        (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
+        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
+        ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
+        ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
+        ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
+        ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
+        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("num_minibatches", minibatches, 1, rollout // 2),
+        ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
+        ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
+    ):
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not low <= value <= high:
+                fail(name, value, allowed)
+    if rollout % getattr(args, "num_minibatches", 1):
+        fail("num_minibatches", args.num_minibatches, minibatches)
+
+
+def stored_args() -> Args:
+    """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
+    folder = tyro.cli(Args).resume
+    try:
+        config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
+        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+    except (OSError, ValueError, AttributeError) as error:
+        fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+def open_files(folder: Path, mode: str) -> dict[str, TextIO]:
+    """The files of metrics and episodes; raises BlockingIOError if another run has them open."""
+    files = {name: open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")}
+    try:
+        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError("in use by another run") from None
+    except OSError:
+        pass  # some network disks know no locks
+    return files
+
+
+def end_of_step(file: TextIO, step: int) -> int:
+    """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
+    return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
+
+
+def replace_file(path: Path, write: Callable) -> None:
+    """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    replace_file(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+
+
+class Run:
+    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. With --resume
+    it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
+    """
+
+    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
+
+    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
+        self.args, self.device = args, device
+        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
+        self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
+        self.returns, self.lengths, self.is_cut = [0.0] * args.num_envs, [0] * args.num_envs, False
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        versions = {"python": platform.python_version()}
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
+            versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        self.about["versions"] = versions
+        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        # The agent's attributes that have a state but are no modules: eager optimisers, running statistics
+        parts = {**vars(agent), "run": self, "agent": agent, "buffer": None}
+        if getattr(args, "save_replay", False):
+            parts["buffer"] = buffer
+            place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
+            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
+            free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
+            print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
+            if size > free:  # the old one lies there until the new one is whole
+                fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        self.folder = self.reopen_folder() if args.resume else self.make_folder()
+        self.first_step = self.last_step = self.global_step
+        self.updates_before = self.updates
+        self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
+        # What the agent learns from has to be collected first, anew where a resumed run has no replay
+        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
+        self.learning_starts = getattr(args, "learning_starts", min(rollout, left // 2))
+        self.learning_starts += 0 if "buffer" in self.parts else self.first_step
+        opens = min(max(self.learning_starts, self.first_step), args.total_timesteps)
+        self.window_opens = opens + min(args.measure_burnin, (args.total_timesteps - opens) // 2)
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            name = self.folder.resolve().name
+            try:
+                self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
+            except wandb.errors.Error as error:
+                if not args.resume:
+                    shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
+
+    def make_folder(self) -> Path:
+        """A new folder, with config.json and empty files of metrics and episodes."""
+        args = self.args
+        stem = [re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *self.flags, str(args.seed)]
+        while True:
+            folder = Path(args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+            try:
+                folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(folder):
+                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+                time.sleep(0.1)  # another run began within this second
+        write_json(folder / "config.json", vars(args) | self.about)
+        self.files = open_files(folder, "w")
+        return folder
+
+    def reopen_folder(self) -> Path:
+        """The folder that `args.resume` names, with everything as it was at its checkpoint.
+
+        Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
+        """
+        args, folder = self.args, Path(self.args.resume)
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+        try:
+            stored = json.loads((folder / "config.json").read_text())
+            self.files = open_files(folder, "r+")
+            checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
+                raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
+            if (found := (checkpoint["format"], checkpoint["script"])) != (CHECKPOINT_FORMAT, Path(__file__).stem):
+                raise ValueError(f"it is of format {found[0]} and of the script {found[1]}")
+            stored["env_id"] = checkpoint["env_id"]
+            for name, value in vars(args).items():
+                may_grow = name == "total_timesteps" and value >= stored[name]
+                if name != "resume" and not may_grow and value != stored.get(name):
+                    fail(name, value, f"must be {stored.get(name)}, as in {folder}")
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint["parts"][name])
+            for set_state, state in zip(setters, checkpoint["random"]):
+                set_state(state)
+            ends = [end_of_step(file, self.global_step) for file in self.files.values()]
+        except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+            reason = str(error).partition("\n")[0] or repr(error)
+            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
+        if self.global_step >= args.total_timesteps:
+            fail("total_timesteps", args.total_timesteps, f"must be above the {self.global_step} made before")
+        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
+        for file, end in zip(self.files.values(), ends):
+            file.seek(end)
+            file.truncate()
+        self.resumed_at.append(self.global_step)
+        (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
+        return folder
+
+    def __enter__(self):
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        about = {"total": self.args.total_timesteps, "initial": self.global_step, "unit": "step"}
+        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
+        return self
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        vars(self).update({name: state[name] for name in self.saved})
+
+    def interrupt(self, number: int, _frame) -> None:
+        """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
+        self.stop = self.stop or (number, time.perf_counter())
+        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True
+            raise KeyboardInterrupt(number)
+
+    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
+        """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
+        self.global_step += len(rewards)
+        env_ids = range(len(rewards)) if env_ids is None else env_ids
+        for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
+            self.returns[i] += float(reward)
+            self.lengths[i] += 1
+            if is_terminated or is_truncated:
+                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.recent = [*self.recent[-99:], (total, self.lengths[i])] if total is not None else self.recent
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+
+    def end_step(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
+        last_step, self.last_step = self.last_step, self.global_step
+        if self.window is None and self.global_step >= self.window_opens:
+            self.window = (self.global_step, self.now())
+        if self.global_step // LOG_EVERY > last_step // LOG_EVERY or self.global_step >= self.args.total_timesteps:
+            self.log(losses, learning_rate)
+        if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
+            self.save()
+        if self.stop is not None:
+            raise KeyboardInterrupt(self.stop[0])
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
+        losses = {name: float(loss) for name, loss in losses.items()}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {**self.means(), **losses, "learning_rate": learning_rate}
+        self.files["metrics"].write(json.dumps(line) + "\n")
+        if self.args.track:
+            self.tracked.log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def save(self) -> None:
+        """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
+        self.wall_seconds = time.perf_counter() - self.start
+        kind, keys, *rest = np.random.get_state()
+        generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
+        generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "random": generators}
+        try:
+            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
+            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
+            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
+            replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        except (OSError, RuntimeError, ArithmeticError) as error:
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
+        return {"episode_return": means[0], "episode_length": means[1]}
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
+        status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
+        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
+        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
+        summary |= {"peak_memory_bytes": peak, "status": status}
+        is_whole = status != "interrupted" or (self.stop is not None and not self.is_cut)
+        if self.global_step > self.first_step and is_whole:
+            self.save()  # else there is nothing new, or a step may have been left in the middle
+        self.bar.close()
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(self.folder / "summary.json", summary)
+            for file in self.files.values():
+                file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if status == "interrupted":
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+        if kind is FloatingPointError:
+            sys.exit(f"error: {error}")
+
+
+# ---- Environments ----
+VELOCITIES = {"CartPole": (1, 3), "Pendulum": (2,), "Acrobot": (4, 5), "MountainCar": (1,), "HalfCheetah": range(8, 17)}
+MINIGRID = gym.spaces.Tuple((gym.spaces.MultiDiscrete([11, 6, 4] * 49), gym.spaces.Discrete(4)))  # view and direction
+
+
+def make_vector(args: Args):
+    """Environments side by side, EnvPool's MiniGrid or Gymnasium's; ends the program with exit status 2 if it can't."""
+    try:
+        if args.env_id.startswith("MiniGrid-"):
+            import envpool
+
+            return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, seed=args.seed * 2**20)
+        if args.env_id.startswith("popgym-"):
+            importlib.import_module("popgym")
+        sys.path.append(os.getcwd())  # for a `module:Id`
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return gym.make_vec(args.env_id, num_envs=args.num_envs)
+    except (gym.error.Error, ImportError, ValueError) as error:
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        fail("env_id", args.env_id, f"can't be made; nearest names: {nearest} ({str(error).partition(chr(10))[0]})")
+
+
+def encode(space: gym.Space, batch) -> np.ndarray:
+    """Elements of a space as numbers, discrete ones as one-hot codes; a batch of N -> float32, [N, D]."""
+    if isinstance(space, gym.spaces.Box):
+        return np.asarray(batch, np.float32).reshape(len(batch), -1)
+    if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
+        codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start) + np.cumsum([0, *sizes[:-1]])
+        encoded = np.zeros((len(codes), sizes.sum()), np.float32)
+        np.put_along_axis(encoded, codes, 1, 1)
+        return encoded
+    parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces)
+    return np.concatenate([encode(part, batch[name]) for name, part in parts], 1)
+
+
+class Environments:
+    """Environments side by side. A step after an episode's end only resets: it is not valid.
+
+    `inputs` are what the agent sees, [N, D]: the observation, its previous action, and whether an episode begins.
+    """
+
+    def __init__(self, args: Args):
+        self.args, self.envs = args, make_vector(args)
+        self.is_minigrid = args.env_id.startswith("MiniGrid-")
+        own = "single_" if hasattr(self.envs, "single_action_space") else ""
+        self.action_space = getattr(self.envs, f"{own}action_space")
+        self.observation_space = MINIGRID if self.is_minigrid else getattr(self.envs, f"{own}observation_space")
+        self.is_discrete = isinstance(self.action_space, gym.spaces.Discrete)
+        self.action_dim = int(self.action_space.n) if self.is_discrete else self.action_space.shape[0]
+        self.action_shape = () if self.is_discrete else (self.action_dim,)
+
+    def begin(self, step: int) -> None:
+        """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+        if self.is_minigrid:
+            observation, _ = self.envs.reset()
+        else:
+            seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(self.args.num_envs).tolist()
+            is_one = not isinstance(self.envs, gym.vector.SyncVectorEnv)
+            observation, _ = self.envs.reset(seed=seeds[0] if is_one else seeds)
+        count = self.args.num_envs
+        self.valid, self.is_first = np.ones(count, bool), np.ones(count, bool)
+        self.previous = np.zeros((count, self.action_dim), np.float32)
+        self.see(observation)
+
+    def see(self, observation) -> None:
+        if self.is_minigrid:
+            observation = (observation["image"], observation["direction"])
+        encoded = encode(self.observation_space, observation)
+        if self.args.hide_velocities:
+            encoded[:, list(VELOCITIES[self.args.env_id.partition("-")[0]])] = 0
+        self.inputs = np.concatenate([encoded, self.previous, self.is_first[:, None]], 1, dtype=np.float32)
+
+    def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
+        """Takes a step; [N, ...] -> reward, terminated, truncated, and whether they are valid; [N] each."""
+        if self.is_discrete:
+            taken, self.previous = (
+                action.astype(np.int32),
+                np.eye(self.action_dim, dtype=np.float32)[action.astype(int)],
+            )
+        else:
+            taken = self.previous = action.clip(self.action_space.low, self.action_space.high)
+        observation, reward, terminated, truncated, _ = self.envs.step(taken)
+        step = {"reward": reward, "terminated": terminated, "truncated": truncated, "valid": self.valid}
+        self.is_first, self.valid = ~self.valid, ~(terminated | truncated)
+        self.previous = self.previous * ~self.is_first[:, None]
+        self.see(observation)
+        return step
+
+
+# ---- Linear recurrence ----
+# Numbers are lists of their parts, [itself] or [real, imaginary], as Inductor knows no complex ones.
+def times(x: Sequence[torch.Tensor], y: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """x · y."""
+    if len(x) == 1:
+        return [x[0] * y[0]]
+    return [x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]]
+
+
+def advance(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], h: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """a · h + b."""
+    if len(a) == 1:
+        return [torch.addcmul(b[0], a[0], h[0])]
+    return [product + part for product, part in zip(times(a, h), b, strict=True)]
+
+
+def unbind(parts: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[list[torch.Tensor]]:
+    """The numbers along a dimension."""
+    numbers = [list(number) for number in zip(*(part.unbind(dim) for part in parts), strict=True)]
+    return numbers[::-1] if reverse else numbers
+
+
+def stack(numbers: list[list[torch.Tensor]], dim: int, reverse: bool) -> list[torch.Tensor]:
+    """The reverse of `unbind`."""
+    return [torch.stack(part[::-1] if reverse else part, dim) for part in zip(*numbers, strict=True)]
+
+
+def scan(a: list, b: list, h: list, length: int, reverse: bool) -> list[torch.Tensor]:
+    """All h[t] = a[t] · h[t - 1] + b[t], from last to first if `reverse`; numbers of [T, ...], and h of [...].
+
+    Chunks of `length` rows run side by side, one row of each at a time: first to see what each makes of a state, which
+    is a recurrence over chunks, then from the state before each (Blelloch 1990, section 1.2).
+    """
+    size = len(b[0])
+    rest = size % length if size > 2 * length else size  # rows that are left over run one by one
+    if rest == size:
+        states = []
+        for x, y in zip(unbind(a, 0, reverse), unbind(b, 0, reverse), strict=True):
+            h = advance(x, y, h)
+            states.append(h)
+        return stack(states, 0, reverse)
+    whole, left = (slice(rest, None), slice(rest)) if reverse else (slice(size - rest), slice(size - rest, None))
+    chunks = [[part[whole].unflatten(0, (-1, length)) for part in number] for number in (a, b)]
+    rows = list(zip(*(unbind(number, 1, reverse) for number in chunks), strict=True))
+    factor, end = rows[0]
+    for x, y in rows[1:]:
+        factor, end = times(x, factor), advance(x, y, end)
+    ends = scan(factor, end, h, length, reverse)
+    last = 0 if reverse else -1
+    before = [[first[None], part[1:] if reverse else part[:-1]] for first, part in zip(h, ends, strict=True)]
+    state, states = [torch.cat(pair[::-1] if reverse else pair) for pair in before], []
+    for x, y in rows:
+        state = advance(x, y, state)
+        states.append(state)
+    states = [part.flatten(0, 1) for part in stack(states, 1, reverse)]
+    if rest:
+        tail = scan([x[left] for x in a], [y[left] for y in b], [part[last] for part in ends], length, reverse)
+        states = [torch.cat(pair[::-1] if reverse else pair) for pair in zip(states, tail, strict=True)]
+    return states
+
+
+def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, reverse: bool = False) -> torch.Tensor:
+    """The recurrence without derivatives; numbers of two parts have them side by side in the last dimension."""
+    numbers = [x.chunk(parts, -1) for x in (a, b, h0)]
+    if torch.compiler.is_compiling():  # few rows to a chunk, as each is code to compile
+        return torch.cat(scan(*numbers, 8, reverse), -1)
+    if parts == 1:
+        return scan(*numbers, 16, reverse)[0]
+    (states,) = scan(*([torch.complex(*number)] for number in numbers), 16, reverse)
+    return torch.cat([states.real, states.imag], -1)
+
+
+def conjugate(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """The conjugates of numbers with their parts side by side."""
+    return x if parts == 1 else torch.cat([x.chunk(2, -1)[0], -x.chunk(2, -1)[1]], -1)
+
+
+class LinearRecurrence(torch.autograd.Function):
+    """`run_scan`; its derivative is the recurrence itself, run backwards, so that memory grows with T and no faster."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b, h0, parts):
+        return run_scan(a, b, h0, parts)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        a, _, h0, ctx.parts = inputs
+        ctx.save_for_backward(a, h0, output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, h0, h = ctx.saved_tensors
+        factor, before = conjugate(a, ctx.parts), conjugate(torch.cat([h0[None], h[:-1]]), ctx.parts)
+        following = torch.cat([factor[1:], torch.zeros_like(factor[:1])])
+        b_gradient = run_scan(following, gradient, torch.zeros_like(h0), ctx.parts, reverse=True)
+        numbers = [x.chunk(ctx.parts, -1) for x in (b_gradient, before, factor)]
+        a_gradient = torch.cat(times(numbers[0], numbers[1]), -1)
+        h0_gradient = torch.cat(times([x[0] for x in numbers[0]], [x[0] for x in numbers[2]]), -1)
+        return a_gradient, b_gradient, h0_gradient, None
+
+
+def linear_recurrence(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """All states h[t] = a[t] · h[t - 1] + b[t], with h[-1] = h0: [T, B, ...], which a broadcasts to, [T, B, ...] and
+    [B, ...] -> [T, B, ...].
+
+    Real or complex; or, if `parts` is 2, complex as real numbers, the real parts in the first half of the last
+    dimension, the imaginary ones in the second.
+    """
+    if b.is_complex():
+        a, b, h0 = (torch.cat([x.real, x.imag], -1) for x in (a.expand_as(b), b, h0))
+        return torch.complex(*linear_recurrence(a, b, h0, parts=2).chunk(2, -1))
+    return LinearRecurrence.apply(a.expand_as(b), b, h0, parts)
+
+
+# ---- Cells ----
+class Cell(nn.Module):
+    """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero."""
+
+    def initial_state(self, batch: int) -> torch.Tensor:
+        """[batch, ...]."""
+        raise NotImplementedError
+
+    def step(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step, to act: [B, size], [B, ...], [B] -> [B, size], [B, ...]."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Consecutive steps, to learn: [T, B, size], [B, ...], [T, B] -> [T, B, size], [B, ...]."""
+        raise NotImplementedError
+
+
+def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
+    """The state, but zero where an episode begins; [..., S], [...] -> [..., S], or with more dimensions for S."""
+    return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
+
+
+class NoMemory(Cell):
+    """A control: a layer without a state."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+
+    def initial_state(self, batch):
+        return self.layer.weight.new_zeros(batch, 0)
+
+    def step(self, x, state, reset):
+        return torch.tanh(self.layer(x)), state
+
+    forward = step
+
+
+class FrameStack(Cell):
+    """A control: a layer over the last four steps of an episode."""
+
+    frames = 4
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.layer = nn.Linear(self.frames * size, size)
+
+    def initial_state(self, batch):
+        return self.layer.weight.new_zeros(batch, self.frames - 1, self.layer.out_features)
+
+    def step(self, x, state, reset):
+        frames = torch.cat([after_reset(state, reset), x[:, None]], 1)
+        return torch.tanh(self.layer(frames.flatten(1))), frames[:, 1:]
+
+    def forward(self, x, state, reset):
+        history, frames, alive = torch.cat([state.transpose(0, 1), x]), [x], torch.ones_like(reset)
+        for lag in range(1, self.frames):  # a frame is there if no episode began since
+            alive = alive * (1 - F.pad(reset, (0, 0, lag - 1, 0))[: len(x)])
+            frames.insert(0, history[self.frames - 1 - lag :][: len(x)] * alive[..., None])
+        frames = torch.stack(frames, 2)
+        return torch.tanh(self.layer(frames.flatten(2))), frames[-1][:, 1:]
+
+
+class GRU(Cell):
+    """Gated recurrent unit (Cho et al. 2014)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.cell = nn.GRUCell(size, size)
+
+    def initial_state(self, batch):
+        return self.cell.weight_hh.new_zeros(batch, self.cell.hidden_size)
+
+    def step(self, x, state, reset):
+        state = self.cell(x, after_reset(state, reset))
+        return state, state
+
+    def forward(self, x, state, reset):
+        outputs = []
+        for start, end in stretches(reset):
+            first = after_reset(state, reset[start])[None]
+            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, False, False, False)
+            outputs.append(output)
+        return torch.cat(outputs), state
+
+
+class LSTM(Cell):
+    """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.cell = nn.LSTMCell(size, size)
+
+    def initial_state(self, batch):
+        return self.cell.weight_hh.new_zeros(batch, 2, self.cell.hidden_size)
+
+    def step(self, x, state, reset):
+        output, memory = self.cell(x, after_reset(state, reset).unbind(1))
+        return output, torch.stack([output, memory], 1)
+
+    def forward(self, x, state, reset):
+        outputs = []
+        for start, end in stretches(reset):
+            first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
+            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, False, False, False)
+            outputs.append(output)
+            state = torch.cat(last).transpose(0, 1)
+        return torch.cat(outputs), state
+
+
+def stretches(reset: torch.Tensor) -> Iterable[tuple[int, int]]:
+    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
+    PyTorch's own loops over time can run."""
+    begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
+    return itertools.pairwise([0, *begins, len(reset)])
+
+
+class LinearCell(Cell):
+    """A cell whose state is a linear recurrence, of which it says the factors and inputs, and what is read from it."""
+
+    parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
+
+    def step(self, x, state, reset):
+        a, b = self.enter(x)
+        state = torch.cat(advance(*(number.chunk(self.parts, -1) for number in (a, b, after_reset(state, reset)))), -1)
+        return self.leave(state, x), state
+
+    def forward(self, x, state, reset):
+        a, b = self.enter(x)
+        states = linear_recurrence(after_reset(a.expand_as(b), reset), b, state, self.parts)
+        return self.leave(states, x), states[-1]
+
+
+class MinGRU(LinearCell):
+    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1)."""
+
+    parts = 1
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
+
+    def initial_state(self, batch):
+        return self.gate.weight.new_zeros(batch, self.gate.out_features)
+
+    def enter(self, x):
+        gate = torch.sigmoid(self.gate(x))
+        return 1 - gate, gate * self.candidate(x)
+
+    def leave(self, state, x):
+        return state
+
+
+class LRU(LinearCell):
+    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex decays below 1, and inputs scaled to them."""
+
+    def __init__(self, size: int, smallest: float = 0.9, largest: float = 0.999):
+        super().__init__()
+        modulus = (torch.rand(size) * (largest**2 - smallest**2) + smallest**2).sqrt()
+        self.log_decay = nn.Parameter((-modulus.log()).log())
+        self.phase = nn.Parameter(torch.rand(size) * math.pi / 10)
+        self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
+        self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
+
+    def initial_state(self, batch):
+        return self.phase.new_zeros(batch, 2 * len(self.phase))
+
+    def enter(self, x):
+        modulus = (-self.log_decay.exp()).exp().clamp(max=0.999)
+        factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
+        return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
+
+    def leave(self, state, x):
+        y = self.output(state) + self.skip * x
+        return x + F.glu(self.glu(F.gelu(y)), -1)
+
+
+class S5(LinearCell):
+    """Simplified state space layer (Smith et al. 2023): HiPPO's eigenvalues, discretised by zero-order hold."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        n = np.sqrt(1 + 2 * np.arange(2 * size))
+        skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
+        frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
+        self.log_decay = nn.Parameter(torch.full((size,), math.log(0.5)))
+        self.frequency = nn.Parameter(torch.as_tensor(frequency, dtype=torch.float32))
+        self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
+        self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
+        self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
+
+    def initial_state(self, batch):
+        return self.log_step.new_zeros(batch, 2 * len(self.log_step))
+
+    def enter(self, x):
+        step, decay = self.log_step.exp(), self.log_decay.exp()
+        modulus, angle = (-decay * step).exp(), self.frequency * step
+        real, imaginary = modulus * angle.cos(), modulus * angle.sin()
+        inverse = [part / (decay.square() + self.frequency.square()) for part in (-decay, -self.frequency)]
+        gain = times([real - 1, imaginary], inverse)  # over the eigenvalue
+        return torch.cat([real, imaginary]), torch.cat(times(gain, self.input(x).chunk(2, -1)), -1)
+
+    leave = LRU.leave
+
+
+class FFM(LinearCell):
+    """Fast and forgetful memory (Morad et al. 2023): traces with decays and frequencies of their own, gated."""
+
+    traces, contexts, horizon = 32, 4, 1024
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.decay = nn.Parameter(torch.logspace(-math.log10(self.horizon), math.log10(0.5), self.traces))
+        self.frequency = nn.Parameter(2 * math.pi / torch.logspace(0.5, math.log10(self.horizon), self.contexts))
+        self.input, self.input_gate = nn.Linear(size, self.traces), nn.Linear(size, self.traces)
+        self.mix = nn.Linear(2 * self.traces * self.contexts, size)
+        self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
+        self.norm = nn.LayerNorm(size, elementwise_affine=False)
+
+    def initial_state(self, batch):
+        return self.decay.new_zeros(batch, 2 * self.traces * self.contexts)
+
+    def enter(self, x):
+        modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
+        phase = self.frequency.repeat(self.traces)
+        b = (self.input(x) * torch.sigmoid(self.input_gate(x))).repeat_interleave(self.contexts, -1)
+        return torch.cat([modulus * phase.cos(), modulus * phase.sin()]), torch.cat([b, torch.zeros_like(b)], -1)
+
+    def leave(self, state, x):
+        gate = torch.sigmoid(self.output_gate(x))
+        return self.norm(self.mix(state) * gate) + self.skip(x) * (1 - gate)
+
+
+CELLS = {"none": NoMemory, "stack": FrameStack, "gru": GRU, "lstm": LSTM}
+CELLS |= {"mingru": MinGRU, "lru": LRU, "s5": S5, "ffm": FFM}
+
+
+# ---- Loops over time ----
+# GRU and LSTM are no linear recurrences, and a loop unrolled takes minutes to compile. To the compiler each loop here
+# is one operator, which does no more than what has to be done step by step.
+Tensor = torch.Tensor
+
+
+def operator(loop: Callable) -> Callable:
+    """The loop as an operator of PyTorch; its first two arguments are [T, B, ...] and [B, S], it returns [T, B, S]."""
+    made = torch.library.custom_op(f"{Path(__file__).stem}::{loop.__name__}", loop, mutates_args=())
+    made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
+
+    def run(*inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            return made(*inputs)
+
+    return run
+
+
+@operator
+def gru_states(keep: Tensor, state: Tensor, gates: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The states. `keep` is 0 where an episode begins, [T, B, 1]; `gates` is what the inputs add there, [T, B, 3 S]."""
+    size, states = state.shape[1], []
+    for kept, row in zip(keep.unbind(0), gates.unbind(0), strict=True):
+        state = state * kept
+        hidden = torch.addmm(bias, state, weight.mT)
+        gate = torch.sigmoid(row[:, : 2 * size] + hidden[:, : 2 * size])
+        candidate = torch.tanh(torch.addcmul(row[:, 2 * size :], gate[:, :size], hidden[:, 2 * size :]))
+        state = torch.lerp(candidate, state, gate[:, size:])
+        states.append(state)
+    return torch.stack(states)
+
+
+@operator
+def gru_gradients(keep: Tensor, carry: Tensor, outer: Tensor, factors: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """The gradients of the states, from those that reach them from without, backwards."""
+    gradients = []
+    for kept, row, factor, gate in zip(*(x.unbind(0)[::-1] for x in (keep, outer, factors, z)), strict=True):
+        gradient = row + carry
+        carry = kept * torch.addmm(gradient * gate, gradient.repeat(1, 3) * factor, weight)
+        gradients.append(gradient)
+    return torch.stack(gradients[::-1])
+
+
+class GRULoop(torch.autograd.Function):
+    """The states of a GRU."""
+
+    @staticmethod
+    def forward(keep, state, gates, weight, bias):
+        return gru_states(keep, state, gates, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, outer):
+        keep, state, gates, weight, bias, states = ctx.saved_tensors
+        before = keep * torch.cat([state[None], states[:-1]])
+        hidden = (before @ weight.mT + bias).chunk(3, -1)
+        r, z, n = gates.chunk(3, -1)
+        r, z = torch.sigmoid(r + hidden[0]), torch.sigmoid(z + hidden[1])
+        n = torch.tanh(n + r * hidden[2])
+        to_n = (1 - z) * (1 - n.square())  # all these are derivatives of the state by what enters a gate
+        factors = torch.cat([to_n * hidden[2] * r * (1 - r), (before - n) * z * (1 - z), to_n * r], -1)
+        gradient = gru_gradients(keep, torch.zeros_like(state), outer, factors, z, weight)
+        each = gradient.repeat(1, 1, 3) * factors
+        gates_gradient = torch.cat([*each.chunk(3, -1)[:2], gradient * to_n], -1)
+        state_gradient = keep[0] * (gradient[0] * z[0] + each[0] @ weight)
+        return None, state_gradient, gates_gradient, each.flatten(0, 1).mT @ before.flatten(0, 1), each.sum((0, 1))
+
+
+@operator
+def lstm_states(keep: Tensor, state: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    """As `gru_states`, with outputs and cells side by side in the states, and all biases in `gates`, [T, B, 4 S]."""
+    size, states = state.shape[1] // 2, []
+    for kept, row in zip(keep.unbind(0), gates.unbind(0), strict=True):
+        output, cell = (state * kept).chunk(2, 1)
+        row = torch.addmm(row, output, weight.mT)
+        gate = torch.sigmoid(row)
+        cell = torch.addcmul(gate[:, size : 2 * size] * cell, gate[:, :size], torch.tanh(row[:, 2 * size : 3 * size]))
+        state = torch.cat([gate[:, 3 * size :] * torch.tanh(cell), cell], 1)
+        states.append(state)
+    return torch.stack(states)
+
+
+@operator
+def lstm_gradients(
+    keep: Tensor, carry: Tensor, outer: Tensor, factors: Tensor, f: Tensor, to_cell: Tensor, weight: Tensor
+) -> Tensor:
+    """As `gru_gradients`."""
+    gradients = []
+    rows = zip(*(x.unbind(0)[::-1] for x in (keep, outer, factors, f, to_cell)), strict=True)
+    for kept, row, factor, gate, derivative in rows:
+        output, cell = (row + carry).chunk(2, 1)
+        cell = torch.addcmul(cell, output, derivative)
+        each = torch.cat([cell, cell, cell, output], 1) * factor
+        carry = kept * torch.cat([each @ weight, cell * gate], 1)
+        gradients.append(torch.cat([output, cell], 1))
+    return torch.stack(gradients[::-1])
+
+
+class LSTMLoop(torch.autograd.Function):
+    """The states of an LSTM, outputs and cells."""
+
+    @staticmethod
+    def forward(keep, state, gates, weight):
+        return lstm_states(keep, state, gates, weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, outer):
+        keep, state, gates, weight, states = ctx.saved_tensors
+        output, cell = (keep * torch.cat([state[None], states[:-1]])).chunk(2, -1)
+        i, f, g, o = (gates + output @ weight.mT).chunk(4, -1)
+        i, f, g, o, tanh = (
+            torch.sigmoid(i),
+            torch.sigmoid(f),
+            torch.tanh(g),
+            torch.sigmoid(o),
+            torch.tanh(states.chunk(2, -1)[1]),
+        )
+        factors = torch.cat([g * i * (1 - i), cell * f * (1 - f), i * (1 - g.square()), tanh * o * (1 - o)], -1)
+        gradient = lstm_gradients(keep, torch.zeros_like(state), outer, factors, f, o * (1 - tanh.square()), weight)
+        to_output, to_cell = gradient.chunk(2, -1)
+        each = torch.cat([to_cell, to_cell, to_cell, to_output], -1) * factors
+        state_gradient = keep[0] * torch.cat([each[0] @ weight, to_cell[0] * f[0]], -1)
+        return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
+
+
+class LoopedGRU(GRU):
+    """The GRU whose loop is an operator."""
+
+    def forward(self, x, state, reset):
+        gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
+        states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
+        return states, states[-1]
+
+
+class LoopedLSTM(LSTM):
+    """The LSTM whose loop is an operator."""
+
+    def forward(self, x, state, reset):
+        gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
+        states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
+        return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
+
+
+LOOPED = {"gru": LoopedGRU, "lstm": LoopedLSTM}
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class RecurrentQNetwork(nn.Module):
+    """The value of every action, and the state afterwards.
+
+    [T, B, inputs], [B, ...], [T, B] -> [T, B, actions], [B, ...]; or one step, without T.
+    """
+
+    def __init__(self, inputs: int, actions: int, cell: Cell, size: int):
+        super().__init__()
+        gain = math.sqrt(2)
+        self.encoder = nn.Sequential(orthogonal(nn.Linear(inputs, size), gain), nn.Tanh())
+        self.cell = cell
+        hidden = nn.Sequential(orthogonal(nn.Linear(size, size), gain), nn.Tanh())
+        self.head = nn.Sequential(hidden, orthogonal(nn.Linear(size, actions), 1.0))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
+        run = self.cell.step if x.ndim == 2 else self.cell
+        memory, state = run(self.encoder(x), state, reset)
+        return self.head(memory), state
+
+
+def epsilon_greedy(q: torch.Tensor, epsilon: float | torch.Tensor) -> torch.Tensor:
+    """Actions of the highest value, or at random with probability ε; [N, actions] -> [N]."""
+    is_random = torch.rand(len(q), device=q.device) < epsilon
+    return torch.where(is_random, torch.randint(q.shape[1], is_random.shape, device=q.device), q.argmax(1))
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+def times_due(step: int, num_envs: int, frequency: int) -> int:
+    """How many multiples of `frequency` the last `num_envs` steps have reached, up to and with `step`."""
+    return step // frequency - (step - num_envs) // frequency
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Replay ----
+def check_slices(args: Args) -> None:
+    """Ends the program with exit status 2 if slices don't fit batches, the replay, or what it holds before learning."""
+    length, num_envs = args.slice_length, args.num_envs
+    if args.batch_size % length:
+        fail("batch_size", args.batch_size, f"must be a multiple of --slice-length {length}")
+    if args.burn_in >= length:
+        fail("burn_in", args.burn_in, f"must be below --slice-length {length}")
+    if args.buffer_size < num_envs * (length + 1):
+        fail(
+            "buffer_size",
+            args.buffer_size,
+            f"must be at least num_envs * (slice_length + 1) = {num_envs * (length + 1)}",
+        )
+    if args.learning_starts < num_envs * length:
+        fail("learning_starts", args.learning_starts, f"must be at least num_envs * slice_length = {num_envs * length}")
+
+
+class SliceReplay:
+    """The last rows of every environment, on `device`, of which slices of consecutive ones are sampled, uniformly.
+
+    A row is what the agent saw, the state before, and what it did, and then what came of that. Its next observation is
+    in the row after it, also where an episode has ended: that row only resets, and is not valid. Row n is in place
+    n % rows; `newest` says on the device which one the newest is, so that a captured step can read it.
+    """
+
+    def __init__(self, args: Args, inputs: int, state: torch.Tensor, device: torch.device):
+        shapes = {"input": (inputs,)} | {name: () for name in ("reset", "action", "reward", "terminated", "valid")}
+        shapes |= {"state": state.shape[1:]} if args.start_state == "stored" else {}
+        most = 2 * (args.total_timesteps + args.num_envs)  # every second row only resets if episodes last one step
+        self.rows, self.added = min(args.buffer_size, most) // args.num_envs, 0
+        self.sizes, self.device = (args.batch_size // args.slice_length, args.num_envs), device
+        dtypes = {"action": torch.int32} | dict.fromkeys(("reset", "terminated", "valid"), torch.bool)
+        self.fields = {
+            name: torch.zeros(self.rows, args.num_envs, *shape, dtype=dtypes.get(name, torch.float32), device=device)
+            for name, shape in shapes.items()
+        }
+        self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
+        self.newest = torch.zeros(1, dtype=torch.long, device=device)
+        self.steps = torch.arange(args.slice_length + 1, device=device)[:, None]
+
+    def begin_row(self) -> None:
+        """Makes a new row the newest."""
+        self.newest.fill_(self.added)
+        self.added += 1
+
+    def write(self, number: torch.Tensor, **values: torch.Tensor) -> None:
+        """Puts values that it keeps into a row of all environments; its number, [1], and [num_envs, ...] each."""
+        for name, value in values.items():
+            if name in self.fields:
+                self.fields[name][number % self.rows] = value[None].to(self.fields[name].dtype)
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first rows of random slices, and their environments; [slices] each."""
+        slices, num_envs = self.sizes
+        oldest = (self.newest + 1 - self.rows).clamp(min=0)
+        count = (self.newest + 2 - oldest - len(self.steps)).clamp(min=1)  # of places where a slice can begin
+        first = oldest + torch.randint(2**62, (slices,), device=self.device) % count
+        return first, torch.randint(num_envs, (slices,), device=self.device)
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """Random slices, each with the row that follows it."""
+        return self.gather(*self.draw())
+
+    def gather(self, first: torch.Tensor, env: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Slices of these environments from these rows on, [B] each, with the row that follows them.
+
+        float32 tensors of [slice_length + 1, B, ...] by the names of the fields, but the first row's state: [B, ...].
+        """
+        place = (first + self.steps) % self.rows
+        fields = self.fields.items()
+        return {name: field[place[0] if name == "state" else place, env].float() for name, field in fields}
+
+    def state_dict(self) -> dict:
+        """What is in it, for a checkpoint."""
+        return {name: field[: self.added].clone().cpu() for name, field in self.fields.items()} | {"added": self.added}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
+        self.added = state["added"]
+        for name, field in self.fields.items():
+            field[: len(state[name])] = state[name].to(self.device)
+        self.fields["valid"][(self.added - 1) % self.rows] = False  # what followed was not seen: new episodes begin
+
+
+# ---- Flat parameters ----
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
+
+    Matrices lie transposed in it, as the backward pass yields their gradients.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        owners = [part._parameters for part in module.modules()]
+        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+
+    def flatten(self) -> torch.Tensor:
+        """The module's own parameters, joined; [P]."""
+        return torch.cat([p.mT.flatten() if p.ndim == 2 else p.flatten() for p in self.module.parameters()])
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
+        parts = zip(flat.split([shape.numel() for shape in self.shapes]), self.shapes, strict=True)
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
+
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        own = [owner[name] for owner, name in self.places]
+        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
+        output = self.module(*inputs)
+        self.put(own)
+        return output
+
+    def put(self, parameters: Sequence[torch.Tensor]) -> None:
+        for (owner, name), parameter in zip(self.places, parameters, strict=True):
+            owner[name] = parameter
+
+
+class Adam(nn.Module):
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
+        super().__init__()
+        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
+        self.powers = nn.Buffer(like.new_ones(2))  # of the betas; a power of step would cost every element
+        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
+
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
+        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+
+
+# ---- Compilation and capture ----
+def run_steps(steps: list[Callable]) -> None:
+    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for step in steps:
+        step()
+
+
+def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
+
+    On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
+    """
+    started = run.now()
+    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    try:
+        if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+            helper.start()
+        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+            steps[0]()
+            seconds = run.now() - started
+            if helper.pid is not None and seconds > 8:  # else everything is in the cache already
+                helper.join(timeout=seconds)  # no longer, should it hang
+            for step in 4 * steps:
+                step()
+    finally:
+        if helper.pid is not None:
+            helper.kill()
+            helper.join()
+    agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
+
+
+# ---- Agent ----
+class CompiledMemoryDQNAgent(nn.Module):
+    """The network and its memory of every environment, its target, its optimiser, the replay, and the update.
+
+    The steps that `main` compiles and captures (`choose` and `learn`) take no tensor and return none: they work on
+    tensors of fixed address, so that a captured graph is replayed without copies.
+    """
+
+    def __init__(self, args: Args, envs: Environments, device: torch.device):
+        super().__init__()
+        self.args, self.device = args, device
+        inputs, cell = envs.inputs.shape[1], (CELLS | LOOPED)[args.cell](args.hidden_size)
+        self.q_module = FlatModule(RecurrentQNetwork(inputs, envs.action_dim, cell, args.hidden_size))
+        self.q_network = nn.Buffer(self.q_module.flatten().to(device))
+        self.target_network = nn.Buffer(self.q_network.clone())
+        self.optimizer = Adam(self.q_network, args.learning_rate)
+        self.state, self.zero_state = (
+            cell.initial_state(n).to(device) for n in (args.num_envs, args.batch_size // args.slice_length)
+        )
+        self.buffer = SliceReplay(args, inputs, self.state, device)
+        # Sent for each step of the environments: what is seen, whether an episode begins, and of the row before the
+        # reward, whether it terminated, and whether it is valid
+        self.widths = [inputs, 1, 1, 1, 1]
+        self.host_seen, self.seen = mirrored(args.num_envs, sum(self.widths), device=device)
+        self.columns = [column.numpy() for column in self.host_seen.split(self.widths, 1)]
+        self.host_action, self.action = mirrored(args.num_envs, device=device, dtype=torch.long)
+        self.epsilon = torch.zeros((), device=device)
+        self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
+
+    def q_values(self, network, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
+        """The value of each action in consecutive steps, and the state afterwards; see the network."""
+        return self.q_module(network, x, state, reset)
+
+    def act(self, envs: Environments, epsilon: float, choose: Callable) -> np.ndarray:
+        """Actions, at random with probability ε, else greedy; a row of the replay begins with them; [num_envs]."""
+        self.columns[0][:], self.columns[1][:, 0] = envs.inputs, envs.is_first
+        self.seen.copy_(self.host_seen, non_blocking=True)
+        self.epsilon.fill_(epsilon)
+        self.buffer.begin_row()
+        choose()
+        self.host_action.copy_(self.action)
+        return self.host_action.numpy()
+
+    def choose(self) -> None:
+        """Chooses actions, brings the state to after this step, and writes what is new into the replay."""
+        x, reset, reward, terminated, valid = self.seen.split(self.widths, 1)
+        q, state = self.q_values(self.q_network, x, self.state, reset.squeeze(1))
+        self.action.copy_(epsilon_greedy(q, self.epsilon))
+        outcome = {"reward": reward, "terminated": terminated, "valid": valid}
+        self.buffer.write(self.buffer.newest - 1, **{name: column.squeeze(1) for name, column in outcome.items()})
+        self.buffer.write(self.buffer.newest, input=x, reset=reset.squeeze(1), action=self.action, state=self.state)
+        self.state.copy_(state)
+
+    def observe(self, step: Mapping[str, np.ndarray]) -> None:
+        """Keeps what came of the actions, to be sent with what is seen next."""
+        for column, name in zip(self.columns[2:], ("reward", "terminated", "valid"), strict=True):
+            column[:, 0] = step[name]
+
+    def learn(self) -> None:
+        """An update from random slices."""
+        self.update(self.buffer.sample())
+
+    def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean squared temporal-difference error of valid rows after the burn-in, and their actions' mean value.
+
+        The next action is the network's best, its value the target's (van Hasselt et al. 2016, eq. 4).
+        """
+        burn_in, x, reset = self.args.burn_in, batch["input"], batch["reset"]
+        action, reward, terminated, valid = (
+            batch[name][burn_in:-1] for name in ("action", "reward", "terminated", "valid")
+        )
+
+        def values(network) -> torch.Tensor:
+            state = batch.get("state", self.zero_state)
+            if burn_in:
+                with torch.no_grad():
+                    _, state = self.q_values(network, x[:burn_in], state, reset[:burn_in])
+            return self.q_values(network, x[burn_in:], state, reset[burn_in:])[0]
+
+        q = values(q_network)
+        with torch.no_grad():
+            next_value = values(self.target_network)[1:].gather(-1, q[1:].argmax(-1, keepdim=True)).squeeze(-1)
+            target = reward + self.args.gamma * (1 - terminated) * next_value
+        q, is_valid = q[:-1].gather(-1, action[..., None].long()).squeeze(-1), valid > 0
+        count = is_valid.sum().clamp(min=1)
+        loss, q_value = (torch.where(is_valid, each, 0) for each in (q - target, q))
+        return loss.square().sum() / count, q_value.sum() / count
+
+    def update(self, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser."""
+        gradient, (loss, q_value) = grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
+        self.optimizer.step(
+            self.q_network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
+        )
+        self.losses["td_loss"].copy_(loss.detach())
+        self.losses["q_value"].copy_(q_value.detach())
+
+    def update_target(self) -> None:
+        self.target_network.lerp_(self.q_network, self.args.tau)
+
+
+@torch.no_grad()
+def main(args: Args) -> None:
+    check_args(args)
+    check_slices(args)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    envs = Environments(args)
+    if not envs.is_discrete:
+        fail("env_id", args.env_id, f"its actions must be Discrete, not {envs.action_space}")
+    envs.begin(0)
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    agent = CompiledMemoryDQNAgent(args, envs, device)
+    print(f"replay buffer: {agent.buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
+
+    with Run(args, device, agent, agent.buffer) as run:
+        # Compilation and capture: a full graph to act, and for an update
+        choose, learn = agent.choose, agent.learn
+        if args.compile:
+            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
+            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
+            torch.compiler.reset()
+            options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
+            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
+            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
+            learn = torch.compile(learn, fullgraph=True, options=options)
+        if args.cudagraphs:
+            choose, learn = (CudaGraphModule(step, warmup=3) for step in (choose, learn))
+        if args.compile or args.cudagraphs:
+            warm_up([learn, choose], agent, run)
+
+        envs.begin(run.global_step)
+        numbers, duration = np.arange(args.num_envs), args.exploration_fraction * args.total_timesteps
+        while run.global_step < args.total_timesteps:
+            # Act: at random with probability ε, else greedily
+            epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
+            action = agent.act(envs, epsilon, choose)
+
+            # Step and store; where an episode has ended, the step only resets
+            step = envs.step(action)
+            agent.observe(step)
+            valid = step["valid"]
+            run.step(*(step[name][valid].tolist() for name in ("reward", "terminated", "truncated")), numbers[valid])
+
+            # Learn
+            if run.global_step > run.learning_starts:
+                for _ in range(times_due(run.global_step, int(valid.sum()), args.train_frequency)):
+                    learn()
+                    run.updates += 1
+                for _ in range(times_due(run.global_step, int(valid.sum()), args.target_network_frequency)):
+                    agent.update_target()
+            losses = agent.losses if run.updates > run.updates_before else {}
+            run.end_step(losses | {"epsilon": epsilon}, args.learning_rate)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, default=stored_args()))
