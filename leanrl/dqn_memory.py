@@ -137,7 +137,8 @@ def check_args(args: Args) -> None:
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
-        ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
+        ("hidden_size slice_length", "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin save_every burn_in", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
@@ -1018,7 +1019,8 @@ class MemoryDQNAgent(nn.Module):
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
         self.args, self.device = args, device
-        inputs, cell = envs.inputs.shape[1], CELLS[args.cell](args.hidden_size)
+        inputs = gym.spaces.flatdim(envs.observation_space) + envs.action_dim + 1
+        cell = CELLS[args.cell](args.hidden_size)
         self.q_network = RecurrentQNetwork(inputs, envs.action_dim, cell, args.hidden_size).to(device)
         self.target_network = copy.deepcopy(self.q_network)
         self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
@@ -1102,7 +1104,6 @@ def main(args: Args) -> None:
     envs = Environments(args)
     if not envs.is_discrete:
         fail("env_id", args.env_id, f"its actions must be Discrete, not {envs.action_space}")
-    envs.begin(0)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = MemoryDQNAgent(args, envs, device)
     print(f"replay buffer: {agent.buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)

@@ -125,7 +125,8 @@ def check_args(args: Args) -> None:
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
-        ("learning_starts measure_burnin save_every", "must be at least 0", 0, math.inf),
+        ("hidden_size slice_length", "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin save_every burn_in", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
