@@ -33,7 +33,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -441,30 +440,44 @@ class Run:
 
 # ---- Environments ----
 VELOCITIES = {"CartPole": (1, 3), "Pendulum": (2,), "Acrobot": (4, 5), "MountainCar": (1,), "HalfCheetah": range(8, 17)}
+VELOCITIES["MountainCarContinuous"] = VELOCITIES["MountainCar"]
 MINIGRID = gym.spaces.Tuple((gym.spaces.MultiDiscrete([11, 6, 4] * 49), gym.spaces.Discrete(4)))  # view and direction
 
 
-def make_vector(args: Args):
-    """Environments side by side, EnvPool's MiniGrid or Gymnasium's; ends the program with exit status 2 if it can't."""
+def make_vector(args: Args, seeds: Sequence[int]):
+    """Environments side by side, EnvPool's MiniGrid or Gymnasium's; ends the program with exit status 2 if it can't.
+
+    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    """
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    known = [*gym.registry]
     try:
         if args.env_id.startswith("MiniGrid-"):
             import envpool
 
-            return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, seed=args.seed * 2**20)
+            known = [name for name in envpool.list_all_envs() if name.startswith("MiniGrid-")]
+            if args.env_id not in known:
+                raise gym.error.NameNotFound("EnvPool does not have it")
+            return envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, env_seed=list(seeds))
         if args.env_id.startswith("popgym-"):
             importlib.import_module("popgym")
-        sys.path.append(os.getcwd())  # for a `module:Id`
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return gym.make_vec(args.env_id, num_envs=args.num_envs)
-    except (gym.error.Error, ImportError, ValueError) as error:
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        fail("env_id", args.env_id, f"can't be made; nearest names: {nearest} ({str(error).partition(chr(10))[0]})")
+        gym.logger.min_level = gym.logger.ERROR  # older versions, odd spaces
+        return gym.make_vec(args.env_id, num_envs=args.num_envs)
+    except (gym.error.Error, ImportError, ValueError, AttributeError) as error:
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
+        problem = "it can't be made" if args.env_id in known else f"no such environment; nearest names: {nearest}"
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
 def encode(space: gym.Space, batch) -> np.ndarray:
-    """Elements of a space as numbers, discrete ones as one-hot codes; a batch of N -> float32, [N, D]."""
-    if isinstance(space, gym.spaces.Box):
+    """Elements of a space as numbers, discrete ones as one-hot codes; a batch of N -> float32, [N, D].
+
+    Raises TypeError where there is no such code.
+    """
+    if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
         return np.asarray(batch, np.float32).reshape(len(batch), -1)
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
@@ -472,6 +485,8 @@ def encode(space: gym.Space, batch) -> np.ndarray:
         encoded = np.zeros((len(codes), sizes.sum()), np.float32)
         np.put_along_axis(encoded, codes, 1, 1)
         return encoded
+    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        raise TypeError(f"observations must be numbers, not {space}")
     parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces)
     return np.concatenate([encode(part, batch[name]) for name, part in parts], 1)
 
@@ -480,46 +495,65 @@ class Environments:
     """Environments side by side. A step after an episode's end only resets: it is not valid.
 
     `inputs` are what the agent sees, [N, D]: the observation, its previous action, and whether an episode begins.
+    Ends the program with exit status 2 if the agent can't see or do what they ask for.
     """
 
     def __init__(self, args: Args):
-        self.args, self.envs = args, make_vector(args)
-        self.is_minigrid = args.env_id.startswith("MiniGrid-")
-        own = "single_" if hasattr(self.envs, "single_action_space") else ""
-        self.action_space = getattr(self.envs, f"{own}action_space")
-        self.observation_space = MINIGRID if self.is_minigrid else getattr(self.envs, f"{own}observation_space")
-        self.is_discrete = isinstance(self.action_space, gym.spaces.Discrete)
-        self.action_dim = int(self.action_space.n) if self.is_discrete else self.action_space.shape[0]
+        self.args, name = args, args.env_id.partition("-")[0]
+        self.is_minigrid, self.hidden = name == "MiniGrid", []
+        if args.hide_velocities:
+            if name not in VELOCITIES:
+                fail("hide_velocities", True, f"--env-id must be of {', '.join(VELOCITIES)}, not {args.env_id}")
+            self.hidden = list(VELOCITIES[name])
+        sys.path += [os.getcwd(), str(Path(__file__).parents[1])]  # for a `module:Id`
+        self.envs = make_vector(args, range(args.num_envs))
+        of_one = "" if self.is_minigrid else "single_"
+        self.observation_space = MINIGRID if self.is_minigrid else self.envs.single_observation_space
+        self.action_space = space = getattr(self.envs, f"{of_one}action_space")
+        self.is_discrete = isinstance(space, gym.spaces.Discrete)
+        is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
+        if not self.is_discrete and not (is_vector and np.issubdtype(space.dtype, np.floating)):
+            actions = "its actions must be Discrete or a one-dimensional float Box with bounds"
+            fail("env_id", args.env_id, f"{actions}, not {space}")
+        if not self.is_minigrid and self.envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.NEXT_STEP:
+            fail("env_id", args.env_id, "its vector environment must reset in the step after an episode's end")
+        if any(goal in args.env_id for goal in ("Fetch", "GoTo", "PutNear", "LockedRoom")) and self.is_minigrid:
+            fail("env_id", args.env_id, "its goal is told in words, which the agent can't read")
+        self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
         self.action_shape = () if self.is_discrete else (self.action_dim,)
+        try:
+            self.begin(0)
+        except TypeError as error:
+            fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
         """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+        count = self.args.num_envs
+        seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(count).tolist()
         if self.is_minigrid:
+            self.envs = make_vector(self.args, [seed // 2 for seed in seeds])  # EnvPool's are of 31 bits
             observation, _ = self.envs.reset()
         else:
-            seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(self.args.num_envs).tolist()
-            is_one = not isinstance(self.envs, gym.vector.SyncVectorEnv)
-            observation, _ = self.envs.reset(seed=seeds[0] if is_one else seeds)
-        count = self.args.num_envs
+            has_many = isinstance(self.envs, gym.vector.SyncVectorEnv)
+            observation, _ = self.envs.reset(seed=seeds if has_many else seeds[0])
         self.valid, self.is_first = np.ones(count, bool), np.ones(count, bool)
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
 
     def see(self, observation) -> None:
+        """Makes the inputs of a batch of observations."""
         if self.is_minigrid:
             observation = (observation["image"], observation["direction"])
         encoded = encode(self.observation_space, observation)
-        if self.args.hide_velocities:
-            encoded[:, list(VELOCITIES[self.args.env_id.partition("-")[0]])] = 0
+        encoded[:, self.hidden] = 0
         self.inputs = np.concatenate([encoded, self.previous, self.is_first[:, None]], 1, dtype=np.float32)
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> reward, terminated, truncated, and whether they are valid; [N] each."""
         if self.is_discrete:
-            taken, self.previous = (
-                action.astype(np.int32),
-                np.eye(self.action_dim, dtype=np.float32)[action.astype(int)],
-            )
+            action = action.astype(np.int32)
+            self.previous = np.eye(self.action_dim, dtype=np.float32)[action]
+            taken = action + self.action_space.start
         else:
             taken = self.previous = action.clip(self.action_space.low, self.action_space.high)
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
@@ -1019,8 +1053,7 @@ class MemoryDQNAgent(nn.Module):
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
         self.args, self.device = args, device
-        inputs = gym.spaces.flatdim(envs.observation_space) + envs.action_dim + 1
-        cell = CELLS[args.cell](args.hidden_size)
+        inputs, cell = envs.inputs.shape[1], CELLS[args.cell](args.hidden_size)
         self.q_network = RecurrentQNetwork(inputs, envs.action_dim, cell, args.hidden_size).to(device)
         self.target_network = copy.deepcopy(self.q_network)
         self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
