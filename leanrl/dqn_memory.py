@@ -964,19 +964,16 @@ def times_due(step: int, num_envs: int, frequency: int) -> int:
 # ---- Replay ----
 def check_slices(args: Args) -> None:
     """Ends the program with exit status 2 if slices don't fit batches, the replay, or what it holds before learning."""
-    length, num_envs = args.slice_length, args.num_envs
-    if args.batch_size % length:
-        fail("batch_size", args.batch_size, f"must be a multiple of --slice-length {length}")
-    if args.burn_in >= length:
-        fail("burn_in", args.burn_in, f"must be below --slice-length {length}")
-    if args.buffer_size < num_envs * (length + 1):
-        fail(
-            "buffer_size",
-            args.buffer_size,
-            f"must be at least num_envs * (slice_length + 1) = {num_envs * (length + 1)}",
-        )
-    if args.learning_starts < num_envs * length:
-        fail("learning_starts", args.learning_starts, f"must be at least num_envs * slice_length = {num_envs * length}")
+    length, steps = args.slice_length, args.num_envs * args.slice_length
+    rows = steps + args.num_envs
+    for name, fits, allowed in (
+        ("batch_size", args.batch_size % length == 0, f"must be a multiple of --slice-length {length}"),
+        ("burn_in", args.burn_in < length, f"must be below --slice-length {length}"),
+        ("buffer_size", args.buffer_size >= rows, f"must be at least num_envs * (slice_length + 1) = {rows}"),
+        ("learning_starts", args.learning_starts >= steps, f"must be at least num_envs * slice_length = {steps}"),
+    ):
+        if not fits:
+            fail(name, getattr(args, name), allowed)
 
 
 class SliceReplay:

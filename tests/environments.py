@@ -18,7 +18,7 @@ LOW, HIGH = np.array([-1, 0, -3], np.float32), np.array([2, 0.5, -1], np.float32
 
 def kind_of(script):
     """The kind of these environments that a script can take."""
-    return "Discrete" if script.removesuffix("_torchcompile") in ("dqn", "ppo") else "Continuous"
+    return "Discrete" if script.startswith("dqn") or script.removesuffix("_torchcompile") == "ppo" else "Continuous"
 
 
 def key_of(seed):
@@ -83,10 +83,10 @@ class Counter(gym.Env):
         Counter.stop_after = None
 
     def reset(self, *, seed=None, options=None):
-        assert (seed is None) != (self.seed is None), "each environment is seeded once, at its first reset"
+        assert (seed is None) != (self.steps == 0), "each environment is seeded before its first step, and then no more"
         super().reset(seed=seed)
         if seed is not None:
-            self.seed, self.key = seed, key_of(seed)
+            self.seed, self.key, self.episode = seed, key_of(seed), -1
         self.episode, self.t, self.total = self.episode + 1, 0, 0.0
         return observation_of(self.key, self.episode, 0), {}
 
