@@ -45,16 +45,32 @@ def reward_of(key, episode, step, action):
     return step + 1 + episode / 4 + key / 8 + float(np.sum(action))
 
 
-def scripted_episodes(seeds, total_steps):
-    """The episodes that end within `total_steps`, as (global_step, index, length, ending); `seeds` are the resets'."""
-    rows = []
-    for index, seed in enumerate(seeds):
-        key, episode, step = key_of(seed), 0, length_of(key_of(seed), 0)
-        while step * len(seeds) <= total_steps:
-            rows.append((step * len(seeds), index, length_of(key, episode), ending_of(key, episode)))
-            episode += 1
-            step += length_of(key, episode)
-    return sorted(rows)
+def scripted_steps(seeds, total_steps, resets_take_a_step=False):
+    """Each step of all environments until there are `total_steps`, as (steps so far, of each environment, ended ones).
+
+    `seeds` are the resets'; where `resets_take_a_step`, an environment's step after an episode's end counts as none.
+    """
+    keys, lanes = [key_of(seed) for seed in seeds], []
+    for key in keys:  # of each environment's steps: whether it counts, and the episode that it ends, if it does
+        lane = []
+        for episode in range(total_steps):
+            length = length_of(key, episode)
+            lane += [(1, None)] * (length - 1) + [(1, (length, ending_of(key, episode)))]
+            lane += [(0, None)] if resets_take_a_step else []
+        lanes.append(lane)
+    so_far, steps = [], [0] * len(keys)
+    for row in zip(*lanes):
+        if sum(steps) >= total_steps:
+            break
+        steps = [count + counts for count, (counts, _) in zip(steps, row)]
+        so_far.append((sum(steps), steps, [(index, *ended) for index, (_, ended) in enumerate(row) if ended]))
+    return so_far
+
+
+def scripted_episodes(seeds, total_steps, resets_take_a_step=False):
+    """The episodes that end within `total_steps`, as (global_step, index, length, ending)."""
+    so_far = scripted_steps(seeds, total_steps, resets_take_a_step)
+    return [(step, *episode) for step, _, ended in so_far for episode in ended]
 
 
 class Counter(gym.Env):

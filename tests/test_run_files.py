@@ -20,7 +20,14 @@ from conftest import LEANRL, read_run
 
 SCRIPTS = [
     algorithm + version
-    for algorithm in ("sac_continuous_action", "td3_continuous_action", "dqn", "ppo", "ppo_continuous_action")
+    for algorithm in (
+        "sac_continuous_action",
+        "td3_continuous_action",
+        "dqn",
+        "ppo",
+        "ppo_continuous_action",
+        "dqn_memory",
+    )
     for version in ("", "_torchcompile")
 ]
 LOSSES = {
@@ -29,7 +36,7 @@ LOSSES = {
     "dqn": {"td_loss", "q_value", "epsilon"},
     "ppo": {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"},
 }
-LOSSES["ppo_continuous_action"] = LOSSES["ppo"]
+LOSSES |= {"ppo_continuous_action": LOSSES["ppo"], "dqn_memory": LOSSES["dqn"]}
 ON_POLICY = ("ppo", "ppo_continuous_action")
 VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
 SUMMARY = {
@@ -49,7 +56,15 @@ def small(script, learning_starts=150):
         sizes = ["--num-envs", 1, "--num-steps", 10, "--num-minibatches", 2]
     else:
         sizes = ["--learning-starts", learning_starts, "--buffer-size", 120, "--batch-size", 8]
+    if script.startswith("dqn_memory"):
+        sizes += ["--num-envs", 1, "--slice-length", 4, "--train-frequency", 10, "--target-network-frequency", 50]
     return ["--total-timesteps", 300, "--measure-burnin", 20, *sizes]
+
+
+def steps_of(script, run):
+    """What each of the steps did that all environments made; those of the memory scripts may only reset."""
+    seeds = [env.seed for env in run.made]
+    return environments.scripted_steps(seeds, run.config["total_timesteps"], "memory" in script)
 
 
 def rollouts_of(config):
@@ -57,18 +72,19 @@ def rollouts_of(config):
     return -(-config["total_timesteps"] // config["num_envs"]) // config["num_steps"]
 
 
-def expected_updates(script, config):
+def expected_updates(script, run):
     """Counted step by step, as the design says it, from what the run's config.json holds."""
-    num_envs = config["num_envs"]
+    config = run.config
     if algorithm_of(script) in ON_POLICY:
         return rollouts_of(config) * config["update_epochs"] * config["num_minibatches"]
-    starts, updates = config["learning_starts"], 0
-    for step in range(0, config["total_timesteps"], num_envs):  # steps taken before this one of every environment
+    starts, updates, step = config["learning_starts"], 0, 0  # steps taken before this one of every environment
+    for after, *_ in steps_of(script, run):
         if script.startswith("dqn"):
-            reached = [n for n in range(step + 1, step + num_envs + 1) if n % config["train_frequency"] == 0]
-            updates += len(reached) if step + num_envs > starts else 0
+            reached = [n for n in range(step + 1, after + 1) if n % config["train_frequency"] == 0]
+            updates += len(reached) if after > starts else 0
         else:
-            updates += num_envs if step >= starts else 0
+            updates += config["num_envs"] if step >= starts else 0
+        step = after
     return updates
 
 
@@ -83,12 +99,13 @@ def expected_learning_rate(config, step):
 
 def assert_recorded(script, run):
     """The episodes, metrics, and summary of a finished run say what the environments have done."""
-    config, summary, num_envs = run.config, run.summary, run.config["num_envs"]
-    steps = -(-config["total_timesteps"] // num_envs) * num_envs
-    assert [env.steps for env in run.made] == [steps // num_envs] * num_envs
+    config, summary = run.config, run.summary
+    so_far, of_each, ended = zip(*steps_of(script, run))
+    steps = so_far[-1]
+    assert [env.steps for env in run.made] == of_each[-1]
 
     # episodes.jsonl: ends and lengths as scripted, returns as paid out
-    scripted = environments.scripted_episodes([env.seed for env in run.made], steps)
+    scripted = [(step, *episode) for step, episodes in zip(so_far, ended) for episode in episodes]
     assert len(run.episodes) == len(scripted) == len(run.finished) > 10
     for line, (global_step, _, length, ending), paid in zip(run.episodes, scripted, run.finished, strict=True):
         assert set(line) == {"global_step", "return", "length", "terminated"}
@@ -96,7 +113,7 @@ def assert_recorded(script, run):
         assert line["length"] == length and line["terminated"] is (ending != "truncated")
 
     # metrics.jsonl: a line for each hundred steps that has been reached, means over the last 100 episodes
-    due = sorted({n for n in range(num_envs, steps + 1, num_envs) if n % 100 < num_envs} | {steps})
+    due = sorted({after for before, after in zip((0, *so_far), so_far) if after // 100 > before // 100} | {steps})
     assert [line["global_step"] for line in run.metrics] == due
     for line in run.metrics:
         recent = [row for row in run.episodes if row["global_step"] <= line["global_step"]][-100:]
@@ -115,11 +132,11 @@ def assert_recorded(script, run):
     assert summary["status"] == "finished" and summary["variant"] == "eager" and summary["script"] == script
     assert summary["env_id"] == config["env_id"] and summary["seed"] == config["seed"]
     assert summary["global_step"] == steps and summary["episodes"] == len(run.episodes)
-    assert summary["updates"] == expected_updates(script, config) > 0
-    first_rollout = min(num_envs * config.get("num_steps", 0), config["total_timesteps"] // 2)
+    assert summary["updates"] == expected_updates(script, run) > 0
+    first_rollout = min(config["num_envs"] * config.get("num_steps", 0), config["total_timesteps"] // 2)
     opens = config.get("learning_starts", first_rollout)
     opens += min(config["measure_burnin"], (config["total_timesteps"] - opens) // 2)
-    assert summary["fps_window"] == [max(num_envs, -(-opens // num_envs) * num_envs), steps]
+    assert summary["fps_window"] == [next(step for step in so_far if step >= opens), steps]
     assert summary["fps"] > 0 and summary["wall_seconds"] > 0 and summary["warmup_seconds"] == 0
     returns = [row["return"] for row in run.episodes[-100:]]
     assert summary["episode_return"] == pytest.approx(sum(returns) / len(returns), abs=1e-4)
@@ -137,9 +154,9 @@ def test_episodes_metrics_and_summary(three):
     assert_recorded(script, run)
     ends = [line["global_step"] for line in run.episodes]
     assert len(set(ends)) < len(ends), "no two environments finished at once"
-    scripted = environments.scripted_episodes([env.seed for env in run.made], 300)
+    scripted = [episode for *_, ended in steps_of(script, run) for episode in ended]
     assert {ending for *_, ending in scripted} == set(environments.ENDINGS)
-    assert len({length for _, _, length, _ in scripted}) == len(environments.LENGTHS)
+    assert len({length for _, length, _ in scripted}) == len(environments.LENGTHS)
 
 
 def test_config(three):
@@ -169,7 +186,7 @@ def test_folder_and_last_lines(three):
     *_, reward, fps, where = run.out.splitlines()
     assert f"return {run.summary['episode_return']} " in reward
     assert f"{run.summary['fps']} steps/s" in fps
-    assert where == f"finished at step 300: {run.folder}"
+    assert where == f"finished at step {run.summary['global_step']}: {run.folder}"
     assert run.err == ""  # no bar where there is no terminal
 
 
@@ -231,6 +248,17 @@ FLAGS = {  # every flag that the runs above leave where it is, in another positi
     ],
 }
 FLAGS["ppo_continuous_action"] = FLAGS["ppo"]
+FLAGS["dqn_memory"] = [
+    ["--cell", cell, "--start-state", start, "--burn-in", burn_in, "--num-envs", 3, "--total-timesteps", 150]
+    for cell, start, burn_in in (
+        ("none", "stored", 0), ("stack", "zero", 3), ("gru", "stored", 1), ("lstm", "stored", 2), ("mingru", "zero", 0),
+        ("lru", "zero", 1), ("s5", "stored", 0), ("ffm", "stored", 2),
+    )
+] + [
+    ["--slice-length", 1, "--buffer-size", 4, "--learning-starts", 2, "--measure-burnin", 0, "--train-frequency", 1],
+    ["--tau", 0.5, "--target-network-frequency", 3, "--gamma", 0, "--start-e", 0, "--end-e", 0, "--hidden-size", 5],
+    ["--learning-rate", 1e-4, "--max-grad-norm", 0.1, "--exploration-fraction", 0, "--no-torch-deterministic"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -268,11 +296,16 @@ def test_environments_never_share_a_seed(script):
     seeds, samples = [], []
     for seed in (0, 1, 2, 3, 2**32 - 1):
         for step in (0, 1, 100):
-            envs = module.make_environments(module.Args(env_id=env_id, num_envs=5))
-            assert len(module.first_observations(envs, seed, step)) == len(envs) == 5
+            if "memory" in script:
+                vector = module.Environments(module.Args(env_id=env_id, num_envs=5, seed=seed))
+                vector.begin(step)
+                envs = vector.envs.envs
+            else:
+                envs = module.make_environments(module.Args(env_id=env_id, num_envs=5))
+                assert len(module.first_observations(envs, seed, step)) == len(envs) == 5
+                samples += [str([env.action_space.sample() for _ in range(50)]) for env in envs]
             seeds += [env.unwrapped.seed for env in envs]
-            samples += [str([env.action_space.sample() for _ in range(50)]) for env in envs]
-    assert len(set(seeds)) == len(set(samples)) == 75
+    assert len(set(seeds)) == 75 and len(set(samples)) == (0 if "memory" in script else 75)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -428,10 +461,10 @@ def test_module_prefix_in_an_environments_name(launch):
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if algorithm_of(script) not in ON_POLICY])
 def test_a_run_allocates_no_more_than_it_can_fill(launch, script):
     run = launch(script, *small(script), "--buffer-size", 10**13)
-    assert run.summary["updates"] > 0 and run.out.startswith("replay buffer: 0.0 MB")
+    assert run.summary["updates"] > 0 and run.out.startswith("replay buffer: 0.")
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if algorithm_of(script) not in ("dqn", *ON_POLICY)])
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script[:3] in ("sac", "td3")])
 def test_a_run_without_an_update_logs_no_loss(launch, script):
     """Learning would start at step 99 of 100, but a step of 64 environments goes from 64 to 128."""
     flags = ["--total-timesteps", 100, "--num-envs", 64, "--learning-starts", 99, "--buffer-size", 200]
