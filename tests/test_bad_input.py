@@ -16,8 +16,9 @@ import environments
 CONTINUOUS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"]
 CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
 DISCRETE = ["dqn", "dqn_torchcompile", "ppo", "ppo_torchcompile"]
-SCRIPTS = CONTINUOUS + DISCRETE  # on Gymnasium's environments
-ALL = [*SCRIPTS, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
+SCRIPTS = CONTINUOUS + DISCRETE  # on Gymnasium's environments, with the spaces that they name
+MEMORY = ["dqn_memory", "dqn_memory_torchcompile"]
+ALL = [*SCRIPTS, *MEMORY, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
 AT_LEAST_1 = ("at least 1", [0, -1])
@@ -35,6 +36,9 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "num-steps": AT_LEAST_1,
     "num-minibatches": AT_LEAST_1,
     "update-epochs": AT_LEAST_1,
+    "hidden-size": AT_LEAST_1,
+    "slice-length": AT_LEAST_1,
+    "burn-in": ("at least 0", [-1]),
     "learning-starts": ("at least 0", [-1]),
     "measure-burnin": ("at least 0", [-1]),
     "save-every": ("at least 0", [-1]),
@@ -117,18 +121,36 @@ def test_rollouts_that_do_not_divide(refused, script):
     assert "--total-timesteps 511: must be at least a rollout, num_envs * num_steps = 512" in err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY])
 def test_steps_fit_into_an_integer_of_the_ring(refused, script):
     assert f"--total-timesteps {2**31}: must be below 2**31" in refused(script, "--total-timesteps", 2**31)
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in ON_POLICY])
+@pytest.mark.parametrize("script", [script for script in [*SCRIPTS, *MEMORY] if script not in ON_POLICY])
 def test_numbers_that_do_not_fit_each_other(refused, script):
     for starts in (100, 101):
         err = refused(script, "--total-timesteps", 100, "--learning-starts", starts)
         assert f"--learning-starts {starts}" in err and "below --total-timesteps 100" in err
     err = refused(script, "--buffer-size", 3, "--num-envs", 4)
     assert "--buffer-size 3" in err and "at least --num-envs 4" in err
+
+
+@pytest.mark.parametrize("script", [script for script in MEMORY if script.startswith("dqn")])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--slice-length 10 --batch-size 32", "--batch-size 32: must be a multiple of --slice-length 10"),
+        ("--slice-length 10 --batch-size 5", "--batch-size 5: must be a multiple of --slice-length 10"),
+        ("--slice-length 16 --burn-in 16", "--burn-in 16: must be below --slice-length 16"),
+        ("--slice-length 16 --buffer-size 67", "--buffer-size 67: must be at least num_envs * (slice_length + 1) = 68"),
+        ("--learning-starts 255", "--learning-starts 255: must be at least num_envs * slice_length = 256"),
+        ("--cell rnn", "--cell"),
+        ("--start-state random", "--start-state"),
+    ],
+)
+def test_slices_that_do_not_fit(refused, script, flags, message):
+    is_choice = flags.startswith(("--cell", "--start"))
+    assert message in refused(script, "--num-envs", 4, *flags.split(), lines=None if is_choice else 1)
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -141,14 +163,14 @@ def test_not_a_number_and_not_a_flag(refused, script):
     assert "--env-id" in refused(script, "--env-id", lines=None)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY])
 @pytest.mark.parametrize(
     "env_id, nearest",
     [
         ("HalfCheeta-v4", "HalfCheetah-v4"),
         ("CartPole-v7", "CartPole-v1"),
         ("hopper-v4", "Hopper-v4"),
-        ("Unimportable-v0", "this environment can't be made (No module named 'no_such_module'"),
+        ("Unimportable-v0", "can't be made (No module named 'no_such_module'"),
         ("no_such_module:Environment-v0", "no such environment; nearest names: "),
         ("HalfCheetah v4", "no such environment; nearest names: HalfCheetah-v4"),
         ("", "no such environment; nearest names: none"),
@@ -171,6 +193,13 @@ def test_spaces_that_the_algorithm_cannot_take(refused, script):
         assert type(action_space or observation_space).__name__ in err
     other = "Pendulum-v1" if script in DISCRETE else "CartPole-v1"
     assert f"--env-id {other}: its actions must be" in refused(script, "--env-id", other)
+
+
+@pytest.mark.parametrize("script", [script for script in MEMORY if script.startswith("dqn")])
+@pytest.mark.parametrize("env_id, space", [("Pendulum-v1", "Box"), ("MultiDiscreteActionDiscrete-v0", "MultiDiscrete")])
+def test_actions_that_have_no_values_of_their_own(refused, script, env_id, space):
+    err = refused(script, "--env-id", env_id)
+    assert f"--env-id {env_id}: its actions must be Discrete" in err and f"not {space}(" in err
 
 
 @pytest.mark.parametrize("script", [script for script in ALL if script.endswith("_torchcompile")])
@@ -206,7 +235,7 @@ def test_track_without_an_account(refused, monkeypatch, script):
 def test_output_dir_that_cannot_be_written_to(refused, tmp_path, script):
     (tmp_path / "file").write_text("in the way")
     small = ["--env-id", taken_by(script)]
-    small += [] if script in ON_POLICY else ["--buffer-size", "100"]
+    small += [] if script in ON_POLICY else ["--buffer-size", "2000"]
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for folder in ("file", "file/runs", "dangling", "x" * 300):
         err = refused(script, *small, "--no-cuda", "--output-dir", folder)

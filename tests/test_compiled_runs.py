@@ -16,7 +16,7 @@ import torch
 import dqn_torchcompile
 
 SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
-SCRIPTS += ["ppo_torchcompile", "ppo_continuous_action_torchcompile"]
+SCRIPTS += ["ppo_torchcompile", "ppo_continuous_action_torchcompile", "dqn_memory_torchcompile"]
 FLAGS = ["--total-timesteps", 160, "--num-envs", 2, "--seed", 5]
 OFF_POLICY = ["--learning-starts", 80, "--buffer-size", 100, "--batch-size", 16, "--measure-burnin", 20]
 ON_POLICY = ["--num-steps", 10, "--num-minibatches", 2, "--measure-burnin", 80, "--target-kl", 0.02]
@@ -34,6 +34,8 @@ def both(request, launch):
     flags = FLAGS + (ON_POLICY if script.startswith("ppo") else OFF_POLICY)
     flags += ["--train-frequency", 2, "--start-e", 0.3, "--num-envs", 4] if script.startswith("dqn") else []
     flags += ["--target-network-frequency", 3, "--tau", 0.3] if script.startswith("sac") else []
+    if "memory" in script:  # of one environment, so that a step of all counts as one or, where it resets, as none
+        flags += ["--num-envs", 1, "--cell", "mingru", "--hidden-size", 16, "--slice-length", 8]
     module = importlib.import_module(script)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LOG_EVERY", 2)  # a line for each step of the environments
@@ -70,13 +72,14 @@ def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
     assert [opened, ended] == run.summary["fps_window"] == [90 if script.startswith("ppo") else 100, 160]
     steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 1, "ppo": 2, "ppo_continuous_action": 2}
+    steps["dqn_memory"] = 2
     assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled
     assert after == before and "graph_break" not in after
 
 
 def test_summary_and_folder(both):
     script, eager, run, _ = both
-    updates = {"dqn_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}
+    updates = {"dqn_torchcompile": 80 // 2, "dqn_memory_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}
     updates = (updates | {"ppo_continuous_action_torchcompile": 160 // 20 * 10 * 2}).get(script, 80)
     assert run.summary["updates"] == eager.summary["updates"] == updates
     assert run.summary["warmup_seconds"] > 0 == eager.summary["warmup_seconds"]
