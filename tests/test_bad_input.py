@@ -17,7 +17,7 @@ CONTINUOUS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_
 CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
 DISCRETE = ["dqn", "dqn_torchcompile", "ppo", "ppo_torchcompile"]
 SCRIPTS = CONTINUOUS + DISCRETE  # on Gymnasium's environments, with the spaces that they name
-MEMORY = ["dqn_memory", "dqn_memory_torchcompile"]
+MEMORY = ["dqn_memory", "dqn_memory_torchcompile", "ppo_memory", "ppo_memory_torchcompile"]
 ALL = [*SCRIPTS, *MEMORY, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 

@@ -18,26 +18,16 @@ import torch
 import environments
 from conftest import LEANRL, read_run
 
-SCRIPTS = [
-    algorithm + version
-    for algorithm in (
-        "sac_continuous_action",
-        "td3_continuous_action",
-        "dqn",
-        "ppo",
-        "ppo_continuous_action",
-        "dqn_memory",
-    )
-    for version in ("", "_torchcompile")
-]
+ON_POLICY = ("ppo", "ppo_continuous_action", "ppo_memory")
+OFF_POLICY = ("sac_continuous_action", "td3_continuous_action", "dqn", "dqn_memory")
+SCRIPTS = [algorithm + version for algorithm in OFF_POLICY + ON_POLICY for version in ("", "_torchcompile")]
 LOSSES = {
     "sac_continuous_action": {"qf_loss", "actor_loss", "alpha_loss", "alpha"},
     "td3_continuous_action": {"qf_loss", "actor_loss"},
     "dqn": {"td_loss", "q_value", "epsilon"},
     "ppo": {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"},
 }
-LOSSES |= {"ppo_continuous_action": LOSSES["ppo"], "dqn_memory": LOSSES["dqn"]}
-ON_POLICY = ("ppo", "ppo_continuous_action")
+LOSSES |= {"ppo_continuous_action": LOSSES["ppo"], "dqn_memory": LOSSES["dqn"], "ppo_memory": LOSSES["ppo"]}
 VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
 SUMMARY = {
     "script", "variant", "env_id", "seed", "global_step", "updates", "fps", "fps_window", "warmup_seconds",
@@ -53,7 +43,7 @@ def algorithm_of(script):
 def small(script, learning_starts=150):
     """Flags of a short run; on-policy scripts learn from their first rollout on."""
     if algorithm_of(script) in ON_POLICY:
-        sizes = ["--num-envs", 1, "--num-steps", 10, "--num-minibatches", 2]
+        sizes = ["--num-envs", 1, "--num-steps", 10, "--num-minibatches", 1 if "memory" in script else 2]
     else:
         sizes = ["--learning-starts", learning_starts, "--buffer-size", 120, "--batch-size", 8]
     if script.startswith("dqn_memory"):
@@ -67,16 +57,16 @@ def steps_of(script, run):
     return environments.scripted_steps(seeds, run.config["total_timesteps"], "memory" in script)
 
 
-def rollouts_of(config):
+def rollouts_of(script, run):
     """Full ones; a step is one of every environment."""
-    return -(-config["total_timesteps"] // config["num_envs"]) // config["num_steps"]
+    return len(steps_of(script, run)) // run.config["num_steps"]
 
 
 def expected_updates(script, run):
     """Counted step by step, as the design says it, from what the run's config.json holds."""
     config = run.config
     if algorithm_of(script) in ON_POLICY:
-        return rollouts_of(config) * config["update_epochs"] * config["num_minibatches"]
+        return rollouts_of(script, run) * config["update_epochs"] * config["num_minibatches"]
     starts, updates, step = config["learning_starts"], 0, 0  # steps taken before this one of every environment
     for after, *_ in steps_of(script, run):
         if script.startswith("dqn"):
@@ -88,13 +78,18 @@ def expected_updates(script, run):
     return updates
 
 
-def expected_learning_rate(config, step):
+def expected_learning_rate(script, run, step):
     """On policy, of the rollout to which this step belongs."""
+    config = run.config
     rate = config.get("learning_rate", config.get("policy_lr"))
     if not config.get("anneal_lr"):
         return rate
-    size = config["num_envs"] * config["num_steps"]
-    return pytest.approx(rate * (1 - (step - 1) // size / rollouts_of(config)))
+    so_far, *_ = zip(*steps_of(script, run))
+    rollout = so_far.index(step) // config["num_steps"]
+    if "memory" in script:  # whose rollouts are of unequal numbers of steps
+        before = (0, *so_far)[rollout * config["num_steps"]]
+        return pytest.approx(rate * (1 - before / config["total_timesteps"]))
+    return pytest.approx(rate * (1 - rollout / rollouts_of(script, run)))
 
 
 def assert_recorded(script, run):
@@ -120,7 +115,7 @@ def assert_recorded(script, run):
         for key, column in (("episode_return", "return"), ("episode_length", "length")):
             mean = sum(row[column] for row in recent) / len(recent) if recent else None
             assert line[key] == (mean if mean is None else pytest.approx(mean, abs=1e-4))
-        assert line["fps"] > 0 and line["learning_rate"] == expected_learning_rate(config, line["global_step"])
+        assert line["fps"] > 0 and line["learning_rate"] == expected_learning_rate(script, run, line["global_step"])
     times = [line["wall_time"] for line in run.metrics]
     assert times == sorted(times) and times[0] > 0
     always = {"global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate"}
@@ -248,17 +243,21 @@ FLAGS = {  # every flag that the runs above leave where it is, in another positi
     ],
 }
 FLAGS["ppo_continuous_action"] = FLAGS["ppo"]
+CELLS = ("none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm")
+FLAGS["ppo_memory"] = [["--cell", cell, "--num-envs", 2, "--num-minibatches", 2] for cell in CELLS] + [
+    ["--no-anneal-lr", "--no-norm-adv", "--no-clip-vloss", "--no-torch-deterministic", "--gamma", 0],
+    ["--num-steps", 1, "--num-envs", 8, "--update-epochs", 1, "--num-minibatches", 4, "--gae-lambda", 0],
+    ["--num-steps", 7, "--ent-coef", 0, "--vf-coef", 0, "--measure-burnin", 0, "--hidden-size", 5],
+    ["--clip-coef", 0.1, "--max-grad-norm", 10, "--learning-rate", 1e-3, "--target-kl", 1000, "--gae-lambda", 1],
+]
 FLAGS["dqn_memory"] = [
-    ["--cell", cell, "--start-state", start, "--burn-in", burn_in, "--num-envs", 3, "--total-timesteps", 150]
-    for cell, start, burn_in in (
-        ("none", "stored", 0), ("stack", "zero", 3), ("gru", "stored", 1), ("lstm", "stored", 2), ("mingru", "zero", 0),
-        ("lru", "zero", 1), ("s5", "stored", 0), ("ffm", "stored", 2),
-    )
+    ["--cell", cell, "--start-state", start, "--burn-in", burn_in, "--num-envs", 3]
+    for cell, start, burn_in in zip(CELLS, 4 * ("stored", "zero"), (0, 3, 1, 2, 0, 1, 2, 0), strict=True)
 ] + [
     ["--slice-length", 1, "--buffer-size", 4, "--learning-starts", 2, "--measure-burnin", 0, "--train-frequency", 1],
     ["--tau", 0.5, "--target-network-frequency", 3, "--gamma", 0, "--start-e", 0, "--end-e", 0, "--hidden-size", 5],
     ["--learning-rate", 1e-4, "--max-grad-norm", 0.1, "--exploration-fraction", 0, "--no-torch-deterministic"],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -330,9 +329,12 @@ def test_a_loss_that_is_not_finite_fails(launch, script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_loss_that_is_not_finite_at_the_very_end_fails(launch, script):
     """No log point comes after the updates that see NaN."""
-    steps = 90 if algorithm_of(script) in ON_POLICY else 195
-    run = launch(script, *small(script, 110), "--total-timesteps", steps, env_id="NaNReward", raises=SystemExit)
-    assert run.summary["status"] == "failed" and f"is nan at step {steps}" in run.error.code
+    flags = ["--total-timesteps", 90 if algorithm_of(script) in ON_POLICY else 195]
+    if script.startswith("ppo_memory"):  # whose rollouts may end at any step
+        flags = ["--total-timesteps", 180, "--num-envs", 2, "--num-steps", 1]
+    run = launch(script, *small(script, 110), *flags, env_id="NaNReward", raises=SystemExit)
+    assert run.summary["status"] == "failed" and flags[1] <= run.summary["global_step"] <= flags[1] + 1
+    assert f"is nan at step {run.summary['global_step']}" in run.error.code
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
