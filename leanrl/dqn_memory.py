@@ -53,7 +53,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
-    env_id: str = "CartPole-v1"
+    env_id: str = "benchmarks.tmaze:TMaze-v0"
     """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
     total_timesteps: int = 500_000
     """length of the run, in environment steps summed over all environments"""
@@ -814,13 +814,17 @@ class LinearCell(Cell):
 
 
 class MinGRU(LinearCell):
-    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1)."""
+    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1).
+
+    The gates begin open for 1 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
+    """
 
     parts = 1
 
     def __init__(self, size: int):
         super().__init__()
         self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
+        nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
 
     def initial_state(self, batch):
         return self.gate.weight.new_zeros(batch, self.gate.out_features)
@@ -836,10 +840,9 @@ class MinGRU(LinearCell):
 class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): complex decays below 1, and inputs scaled to them."""
 
-    def __init__(self, size: int, smallest: float = 0.9, largest: float = 0.999):
+    def __init__(self, size: int):
         super().__init__()
-        modulus = (torch.rand(size) * (largest**2 - smallest**2) + smallest**2).sqrt()
-        self.log_decay = nn.Parameter((-modulus.log()).log())
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), math.log(0.1)))
         self.phase = nn.Parameter(torch.rand(size) * math.pi / 10)
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
@@ -934,7 +937,8 @@ class RecurrentQNetwork(nn.Module):
     def __init__(self, inputs: int, actions: int, cell: Cell, size: int):
         super().__init__()
         gain = math.sqrt(2)
-        self.encoder = nn.Sequential(orthogonal(nn.Linear(inputs, size), gain), nn.Tanh())
+        layers = [orthogonal(nn.Linear(width, size), gain) for width in (inputs, size)]  # linear cells gate nothing
+        self.encoder = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU())
         self.cell = cell
         hidden = nn.Sequential(orthogonal(nn.Linear(size, size), gain), nn.Tanh())
         self.head = nn.Sequential(hidden, orthogonal(nn.Linear(size, actions), 1.0))
