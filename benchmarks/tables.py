@@ -37,6 +37,7 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "ppo_continuous_action": "PPO, continuous",
     "ppo_atari_envpool": "PPO, Atari",
     "ppo_memory": "PPO, memory",
+    "dqn_memory": "DQN, memory",
 }
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000"]
 COLUMNS = 3  # of panels

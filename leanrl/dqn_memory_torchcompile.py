@@ -39,6 +39,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NoReturn, TextIO
 
 import gymnasium as gym
@@ -51,6 +52,12 @@ from tensordict.nn import CudaGraphModule
 from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch for CPUs, macOS, Windows: the text of a kernel still needs a name of `tl`
+    triton, tl = None, SimpleNamespace(constexpr=None)
 
 
 @dataclass
@@ -634,9 +641,92 @@ def scan(a: list, b: list, h: list, length: int, reverse: bool) -> list[torch.Te
     return states
 
 
-def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, reverse: bool = False) -> torch.Tensor:
+# ---- Linear recurrence on CUDA ----
+def jit(function):
+    """A Triton kernel, one for all T; nothing that can be called where there is no Triton."""
+    return triton.jit(do_not_specialize=["T"])(function) if triton else None
+
+
+@jit
+def after(a, b, c, d):
+    """The steps h -> a · h + b and then h -> c · h + d, as one."""
+    return c * a, c * b + d
+
+
+@jit
+def complex_after(a, ai, b, bi, c, ci, d, di):
+    return c * a - ci * ai, c * ai + ci * a, c * b - ci * bi + d, c * bi + ci * b + di
+
+
+@jit
+def scan_tiles(a, ai, b, bi, h0, h0i, h, hi, T, N, REVERSE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """`kernel_scan` of LANES of N lanes, ROWS of T rows at a time; ai, bi, ... are imaginary parts, None if real."""
+    tile, lane = tl.arange(0, ROWS)[:, None], tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
+    state = tl.load(h0 + lane, lane < N, other=0)
+    if ai is not None:
+        state_i = tl.load(h0i + lane, lane < N, other=0)
+    for first in range(0, T, ROWS):
+        row = first + tile
+        inside = (row < T) & (lane < N)
+        # 64 bits, as T · N may pass 2^31. Backwards by address: the scan itself always runs forwards.
+        at = (T - 1 - row if REVERSE else row).to(tl.int64) * N + lane
+        x, y = tl.load(a + at, inside, other=0), tl.load(b + at, inside, other=0)
+        if ai is not None:
+            xi, yi = tl.load(ai + at, inside, other=0), tl.load(bi + at, inside, other=0)
+            x, xi, y, yi = tl.associative_scan((x, xi, y, yi), 0, complex_after)
+            y, yi = x * state - xi * state_i + y, x * state_i + xi * state + yi
+            tl.store(hi + at, yi, inside)
+            state_i = tl.sum(tl.where(tile == ROWS - 1, yi, 0), 0, keep_dims=True)
+        else:
+            x, y = tl.associative_scan((x, y), 0, after)
+            y = x * state + y
+        tl.store(h + at, y, inside)
+        state = tl.sum(tl.where(tile == ROWS - 1, y, 0), 0, keep_dims=True)
+
+
+# An operator, which torch.compile takes as it is; it has the module's name, as each module registers its own.
+@torch.library.custom_op(f"leanrl::kernel_scan_{__name__.replace('.', '_')}", mutates_args=())
+def kernel_scan(
+    a: list[torch.Tensor], b: list[torch.Tensor], h0: list[torch.Tensor], reverse: bool
+) -> list[torch.Tensor]:
+    """All h[t] = a[t] · h[t - 1] + b[t], from last to first if `reverse`, without derivatives.
+
+    Each is a list of its parts, one if real and two if complex: [T, ...], [T, ...] and [...] -> [T, ...].
+    """
+    a, b, h0 = ([x.contiguous() for x in parts] for parts in (a, b, h0))
+    h, steps, size = [torch.empty_like(x) for x in b], len(b[0]), h0[0].numel()
+    # Few lanes are spread over about as many programs as a GPU has multiprocessors, each with long tiles of time; many
+    # lanes share cache lines. A tile is 16 numbers a thread, which its registers can hold.
+    lanes = min(triton.next_power_of_2(max(size // 128, 1)), 32)
+    rows = min(max(triton.next_power_of_2(steps), 16), 2048 // lanes)
+    parts = [x for parts in (a, b, h0, h) for x in (*parts, None)[:2]]
+    if steps * size:
+        with torch.cuda.device_of(b[0]):
+            scan_tiles[(triton.cdiv(size, lanes),)](*parts, steps, size, reverse, rows, lanes)
+    return h
+
+
+@kernel_scan.register_fake
+def _(a, b, h0, reverse):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in b]
+
+
+@kernel_scan.register_vmap
+def _(info, dims, a, b, h0, reverse):
+    def with_lanes(parts, dims, at):
+        """The parts with the mapped dimension, one more of the lanes', at `at`."""
+        parts = [x.unsqueeze(at) if dim is None else x.movedim(dim, at) for x, dim in zip(parts, dims, strict=True)]
+        return [x.expand(*x.shape[:at], info.batch_size, *x.shape[at + 1 :]) for x in parts]
+
+    arguments = with_lanes(a, dims[0], 1), with_lanes(b, dims[1], 1), with_lanes(h0, dims[2], 0)
+    return kernel_scan(*arguments, reverse), [1] * len(b)
+
+
+def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, reverse: bool) -> torch.Tensor:
     """The recurrence without derivatives; numbers of two parts have them side by side in the last dimension."""
-    numbers = [x.chunk(parts, -1) for x in (a, b, h0)]
+    numbers = [list(x.chunk(parts, -1)) for x in (a, b, h0)]
+    if triton is not None and b.is_cuda:
+        return torch.cat(kernel_scan(*numbers, reverse), -1)
     if torch.compiler.is_compiling():  # few rows to a chunk, as each is code to compile
         return torch.cat(scan(*numbers, 8, reverse), -1)
     if parts == 1:
@@ -651,42 +741,44 @@ def conjugate(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 class LinearRecurrence(torch.autograd.Function):
-    """`run_scan`; its derivative is the recurrence itself, run backwards, so that memory grows with T and no faster."""
+    """`linear_recurrence`; its derivative is the recurrence run the other way, so that memory grows as T, no faster."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a, b, h0, parts):
-        return run_scan(a, b, h0, parts)
+    def forward(a, b, h0, parts, reverse):
+        return run_scan(a, b, h0, parts, reverse)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        a, _, h0, ctx.parts = inputs
+        a, _, h0, ctx.parts, ctx.reverse = inputs
         ctx.save_for_backward(a, h0, output)
 
     @staticmethod
     def backward(ctx, gradient):
         a, h0, h = ctx.saved_tensors
-        factor, before = conjugate(a, ctx.parts), conjugate(torch.cat([h0[None], h[:-1]]), ctx.parts)
-        following = torch.cat([factor[1:], torch.zeros_like(factor[:1])])
-        b_gradient = run_scan(following, gradient, torch.zeros_like(h0), ctx.parts, reverse=True)
-        numbers = [x.chunk(ctx.parts, -1) for x in (b_gradient, before, factor)]
-        a_gradient = torch.cat(times(numbers[0], numbers[1]), -1)
-        h0_gradient = torch.cat(times([x[0] for x in numbers[0]], [x[0] for x in numbers[2]]), -1)
-        return a_gradient, b_gradient, h0_gradient, None
+        a, zero, first = conjugate(a, ctx.parts), torch.zeros_like(h0), -1 if ctx.reverse else 0
+        following = torch.cat([zero[None], a[:-1]] if ctx.reverse else [a[1:], zero[None]])
+        before = conjugate(torch.cat([h[1:], h0[None]] if ctx.reverse else [h0[None], h[:-1]]), ctx.parts)
+        b_gradient = LinearRecurrence.apply(following, gradient, zero, ctx.parts, not ctx.reverse)
+        pairs = [(b_gradient, before), (b_gradient[first], a[first])]
+        products = [torch.cat(times(*(x.chunk(ctx.parts, -1) for x in pair)), -1) for pair in pairs]
+        return products[0], b_gradient, products[1], None, None
 
 
-def linear_recurrence(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """All states h[t] = a[t] · h[t - 1] + b[t], with h[-1] = h0: [T, B, ...], which a broadcasts to, [T, B, ...] and
-    [B, ...] -> [T, B, ...].
+def linear_recurrence(
+    a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int = 1, reverse: bool = False
+) -> torch.Tensor:
+    """All states h[t] = a[t] · h[t - 1] + b[t], with h[-1] = h0, or from the last to the first if `reverse`.
 
     Real or complex; or, if `parts` is 2, complex as real numbers, the real parts in the first half of the last
-    dimension, the imaginary ones in the second.
+    dimension, the imaginary ones in the second. Shapes: [T, B, ...] or what broadcasts to it, [T, B, ...], [B, ...] ->
+    [T, B, ...].
     """
     if b.is_complex():
         a, b, h0 = (torch.cat([x.real, x.imag], -1) for x in (a.expand_as(b), b, h0))
-        return torch.complex(*linear_recurrence(a, b, h0, parts=2).chunk(2, -1))
-    return LinearRecurrence.apply(a.expand_as(b), b, h0, parts)
+        return torch.complex(*linear_recurrence(a, b, h0, 2, reverse).chunk(2, -1))
+    return LinearRecurrence.apply(a.expand_as(b), b, h0, parts, reverse)
 
 
 # ---- Cells ----
@@ -851,8 +943,8 @@ class LRU(LinearCell):
 
     def __init__(self, size: int):
         super().__init__()
-        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), math.log(0.1)))
-        self.phase = nn.Parameter(torch.rand(size) * math.pi / 10)
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), 0))
+        self.phase = nn.Parameter(torch.rand(size) * math.pi)
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
@@ -1427,6 +1519,8 @@ def main(args: Args) -> None:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
             torch.compiler.reset()
+            # Else Dynamo drops a Function's own backward inside grad_and_value (issue 193279 of PyTorch)
+            torch.compiler.allow_in_graph(linear_recurrence)
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
