@@ -26,6 +26,7 @@ import compare
 import compile_inference
 import eager_tips
 import memory_learning
+import scan
 from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
 
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
@@ -337,6 +338,17 @@ def eager_tips_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/eager_tips.py` makes them."
 
 
+def scan_table(results: Path, part: str) -> str:
+    """What a scan over time gains: one of the parts of scan.py's tables."""
+    parts = []
+    for path, result in newest(results, "scan", lambda result: not result["settings"]["quick"]):
+        tables = [markdown(header, rows, scan.text_columns(header)) for header, rows in scan.tables_of(result, part)]
+        notes = "; ".join(scan.notes_of(result)) if part == "scan" else ""
+        note = scan.caption(result, part) + (f" Without figures: {notes}." if notes else "")
+        parts += ["\n\n".join([*tables, f"{note} {footer(path, results, result)}"])] if tables else []
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/scan.py` makes them."
+
+
 def agent_observer_table(results: Path) -> str:
     """Each transport at each point, and its observer's median latency beside that of torch RPC.
 
@@ -413,6 +425,7 @@ TABLES = {
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,
+    **{part: partial(scan_table, part=part) for part in scan.PARTS},
     "agent_observer": agent_observer_table,
     "agent_observer_reference": agent_observer_reference_table,
 }
