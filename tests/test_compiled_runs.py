@@ -14,9 +14,15 @@ import pytest
 import torch
 
 import dqn_torchcompile
+import environments
 
 SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
-SCRIPTS += ["ppo_torchcompile", "ppo_continuous_action_torchcompile", "dqn_memory_torchcompile"]
+SCRIPTS += [
+    "ppo_torchcompile",
+    "ppo_continuous_action_torchcompile",
+    "dqn_memory_torchcompile",
+    "ppo_memory_torchcompile",
+]
 FLAGS = ["--total-timesteps", 160, "--num-envs", 2, "--seed", 5]
 OFF_POLICY = ["--learning-starts", 80, "--buffer-size", 100, "--batch-size", 16, "--measure-burnin", 20]
 ON_POLICY = ["--num-steps", 10, "--num-minibatches", 2, "--measure-burnin", 80, "--target-kl", 0.02]
@@ -35,7 +41,8 @@ def both(request, launch):
     flags += ["--train-frequency", 2, "--start-e", 0.3, "--num-envs", 4] if script.startswith("dqn") else []
     flags += ["--target-network-frequency", 3, "--tau", 0.3] if script.startswith("sac") else []
     if "memory" in script:  # of one environment, so that a step of all counts as one or, where it resets, as none
-        flags += ["--num-envs", 1, "--cell", "mingru", "--hidden-size", 16, "--slice-length", 8]
+        flags += ["--num-envs", 1, "--cell", "mingru", "--hidden-size", 16]
+        flags += ["--slice-length", 8] if script.startswith("dqn") else ["--num-steps", 20, "--num-minibatches", 1]
     module = importlib.import_module(script)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "LOG_EVERY", 2)  # a line for each step of the environments
@@ -72,7 +79,7 @@ def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
     assert [opened, ended] == run.summary["fps_window"] == [90 if script.startswith("ppo") else 100, 160]
     steps = {"sac_continuous_action": 5, "td3_continuous_action": 3, "dqn": 1, "ppo": 2, "ppo_continuous_action": 2}
-    steps["dqn_memory"] = 2
+    steps |= {"dqn_memory": 2, "ppo_memory": 3}
     assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled
     assert after == before and "graph_break" not in after
 
@@ -81,6 +88,8 @@ def test_summary_and_folder(both):
     script, eager, run, _ = both
     updates = {"dqn_torchcompile": 80 // 2, "dqn_memory_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}
     updates = (updates | {"ppo_continuous_action_torchcompile": 160 // 20 * 10 * 2}).get(script, 80)
+    if script.startswith("ppo_memory"):  # whose rollouts hold as many steps as are not resets
+        updates = len(environments.scripted_steps([run.made[0].seed], 160, resets_take_a_step=True)) // 20 * 4
     assert run.summary["updates"] == eager.summary["updates"] == updates
     assert run.summary["warmup_seconds"] > 0 == eager.summary["warmup_seconds"]
     assert run.summary["variant"] == "compile" and eager.summary["variant"] == "eager"
