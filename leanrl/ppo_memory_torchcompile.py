@@ -1482,6 +1482,7 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # a network this small is slower on several
     envs = Environments(args)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledMemoryPPOAgent(args, envs, device)

@@ -9,6 +9,9 @@ import torch
 
 import agents  # noqa: F401 - registers the toys
 from pools import Counting
+from ppo_memory import linear_recurrence
+from test_memory import LENGTHS, example
+from test_ppo_memory import environments_of, make_agent, play, prepare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -266,3 +269,108 @@ def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
     assert len(np.unique(actions)) > 2 and len(agent.batch["value"].unique()) == 32
     _, value = agent.policy_and_value(agent.network, torch.as_tensor(images, device=device).flatten(0, 1))
     torch.testing.assert_close(agent.batch["value"], value, rtol=1e-2, atol=1e-2)  # whatever the order of the sums
+
+
+# ---- Memory ----
+MEMORY = "ppo_memory_torchcompile"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("steps", [*LENGTHS, 4096])
+def test_the_recurrence_is_that_of_the_cpu(steps, dtype):
+    """Its states and its gradients; factors may be 0, and the same at all steps."""
+    inputs = example(steps, dtype)
+    tolerance = 1e-10 if dtype in (torch.float64, torch.complex128) else 1e-4
+    for factors in (inputs[0], inputs[0][0]):
+        results = []
+        for device in ("cpu", "cuda"):
+            leaves = [x.to(device, copy=True).requires_grad_() for x in (factors, *inputs[1:])]
+            states = linear_recurrence(*leaves)
+            gradients = torch.autograd.grad(states, leaves, inputs[1].flip(0).to(device))
+            results.append([x.detach().cpu() for x in (states, *gradients)])
+        for ours, theirs in zip(*results, strict=True):
+            assert (ours - theirs).abs().max() <= tolerance * (1 + theirs.abs().max())
+
+
+def test_the_recurrence_in_a_graph_reads_its_input():
+    from tensordict.nn import CudaGraphModule
+
+    inputs = [x.cuda() for x in example(100, torch.float32)]
+    step = CudaGraphModule(lambda a, b, h0: linear_recurrence(a, b, h0), warmup=3)
+    for n in range(8):
+        inputs = [inputs[0] * (n != 5), inputs[1] + n, inputs[2]]
+        torch.testing.assert_close(step(*inputs), linear_recurrence(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["lru", "ffm", "gru", "lstm", "stack"])
+def memory_runs(request, launch):
+    """(flags, the run in each variant) of a cell, on continuous actions with some and on discrete ones with others."""
+    kind = "Discrete" if request.param in ("lru", "lstm") else "Continuous"
+    flags = ["--cuda", "--total-timesteps", 300, "--num-envs", 4, "--num-steps", 10, "--num-minibatches", 2]
+    flags += ["--seed", 5, "--cell", request.param]
+    where = {"env_id": f"Counter{kind}-v0"}
+    return (flags, where), {name: launch(MEMORY, *flags, *more, **where) for name, more in VARIANTS.items()}
+
+
+def test_all_variants_run_with_a_memory(memory_runs, launch):
+    (flags, where), variants = memory_runs
+    early, lines = [], {}
+    for name, run in variants.items():
+        assert run.summary["variant"] == name and run.summary["status"] == "finished"
+        assert run.summary["updates"] >= 300 // 40 * 4 * 2 and run.summary["device"].startswith("cuda")
+        assert (run.summary["warmup_seconds"] > 0) is (name != "eager")
+        early.append([line for line in run.episodes if line["global_step"] <= 28])  # a rollout is 40, of them resets
+        lines[name] = next(line for line in run.metrics if line["global_step"] >= 200)
+    assert len(early[0]) > 1 and all(episodes == early[0] for episodes in early)
+    for name, line in lines.items():
+        for loss in ("policy_loss", "value_loss", "entropy"):
+            assert line[loss] == pytest.approx(lines["eager"][loss], rel=5e-2, abs=5e-2), (name, loss)
+    assert launch("ppo_memory", *flags, **where).summary["device"].startswith("cuda")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_seed_same_episodes_with_a_memory(memory_runs, launch, variant):
+    (flags, where), variants = memory_runs
+    assert launch(MEMORY, *flags, *VARIANTS[variant], **where).episodes == variants[variant].episodes
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@pytest.mark.parametrize("cell", ["lru", "mingru", "gru", "lstm", "stack"])
+@torch.no_grad()
+def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
+    """On three rollouts whose episodes begin at unlike steps; captured once, before all of them."""
+    from tensordict.nn import CudaGraphModule
+
+    envs = environments_of("CounterContinuous-v0", 4)
+    envs.begin(0)
+    plain, captured = (make_agent(MEMORY, envs, torch.device("cuda"), cell=cell) for _ in range(2))
+    steps = [
+        CudaGraphModule(torch.compile(step, fullgraph=True) if compiled else step, warmup=3)
+        for step in (captured.prepare, captured.update, captured.choose)
+    ]
+    for step in steps:
+        for _ in range(5):
+            step()
+    resets = []
+    for _ in range(3):
+        play(plain, envs)
+        resets.append(plain.rollout.arrays["reset"].tobytes())
+        captured.load_state_dict(plain.state_dict())
+        for name, array in captured.rollout.arrays.items():
+            array[:] = plain.rollout.arrays[name]
+        captured.state.copy_(plain.state)
+        captured.first_state.copy_(plain.first_state)
+        prepare(plain, envs)
+        prepare(captured, envs, steps[0])
+        for name, tensor in captured.batch.items():
+            torch.testing.assert_close(tensor, plain.batch[name], rtol=1e-3, atol=1e-4)
+        plain.order.copy_(captured.order)
+        for _ in range(len(plain.order)):
+            plain.update()
+            steps[1]()
+        difference = (captured.network - plain.network).abs()
+        assert difference.max() < 2e-4 and (difference > 1e-5).float().mean() < 1e-2
+        steps[2]()
+        plain.choose()
+        torch.testing.assert_close(captured.state, plain.state, rtol=1e-3, atol=1e-3)
+    assert len(set(resets)) == 3
