@@ -90,6 +90,7 @@ class Counter(gym.Env):
         self.discrete, self.nan_from, self.fail_at = discrete, nan_from, fail_at
         self.signal_at, self.number = signal_at, number
         self.seed, self.episode, self.t, self.steps, self.actions = None, -1, None, 0, []
+        self.has_begun = False
         Counter.made.append(self)
 
     @staticmethod
@@ -99,7 +100,7 @@ class Counter(gym.Env):
         Counter.stop_after = None
 
     def reset(self, *, seed=None, options=None):
-        assert (seed is None) != (self.steps == 0), "each environment is seeded before its first step, and then no more"
+        assert (seed is None) == self.has_begun, "each environment is seeded before its first step, and then no more"
         super().reset(seed=seed)
         if seed is not None:
             self.seed, self.key, self.episode = seed, key_of(seed), -1
@@ -114,7 +115,7 @@ class Counter(gym.Env):
             assert action.shape == (3,) and action.dtype == np.float32, action
             inside = (action >= LOW - 1e-6).all() and (action <= HIGH + 1e-6).all()
             assert inside or (self.nan_from is not None and np.isnan(action).any()), action
-        self.steps += 1
+        self.steps, self.has_begun = self.steps + 1, True
         self.actions.append(np.array(action))
         if self.steps == self.fail_at:
             raise RuntimeError("the environment broke down")

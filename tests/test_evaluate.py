@@ -48,7 +48,7 @@ class Seeded(environments.Counter):
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            self.seed, self.episode = None, -1
+            self.has_begun = False
         return super().reset(seed=seed, options=options)
 
     def step(self, action):
