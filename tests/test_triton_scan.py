@@ -1,6 +1,7 @@
 """The linear recurrence's kernel: in Triton's interpreter, its operator with a stand-in on the CPU, and on a GPU."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -241,8 +242,9 @@ def test_operator_is_well_defined(stand_in, reverse, parts):
 
 @ordinary
 @both_numbers
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "transform,backend", [*itertools.product(TRANSFORMS, (None, "aot_eager")), ("grad", "inductor")]
+)
 def test_operator_under_transforms(stand_in, transform, backend, parts):
     arguments = [whole(x) for x in example(parts, 7, 3, 2)]
     ours, expected = (TRANSFORMS[transform](function) for function in (recurrence, by_loop))
