@@ -6,13 +6,14 @@
     python benchmarks/scan.py --result RESULT.json --plot scan.png   draws what was measured before
 
 The bare recurrence h[t] = a[t] · h[t-1] + b[t] and whole cells, projections included, as leanrl/ppo_memory.py has them;
-forward, and forward with the gradients of everything: inputs, states and parameters. Twice over the lengths T: at a
-fixed batch B, and, at every second of them, at a fixed B · T. Episodes begin at random in 1, 0 and 10 % of the steps.
+forward with the gradients of everything (inputs, states, parameters), over the lengths T at a fixed batch B; and at
+every second of them forward alone, and with gradients at a fixed B · T. Episodes begin at random in 1, 0 and 10 % of
+the steps.
 
 A size of a model is measured in a fresh process, forked from this one, which has imported torch and done nothing with
 it, with an empty compiler cache. There all arms take turns, every second turn in reverse order, and each figure is the
-median of an arm's calls, at least 3 unless one of them takes longer than --seconds. An arm is timed only after what it
-yields was compared with a loop in float64. One whose call takes longer than --limit-seconds is n/a; so is what needs
+median of at least 3 calls, before which what the arm yields was compared with a loop in float64; of calls that take
+more than a second there is only this one. An arm whose call takes longer than --limit-seconds is n/a; so is what needs
 CUDA, JAX or an unrolled loop too long to compile.
 
 eager loop                   a loop over time of the cell's `step`: for GRU and LSTM of nn.GRUCell and nn.LSTMCell
@@ -110,7 +111,7 @@ class Args:
     """what to time"""
     arms: tuple[str, ...] = ARMS
     """what to compare, of those above"""
-    seconds: float = 0.3
+    seconds: float = 0.15
     """seconds of calls that an arm has at each share of resets"""
     limit_seconds: float = 5.0
     """seconds that a call of an arm may take"""
@@ -119,7 +120,7 @@ class Args:
     cpu: tyro.conf.FlagCreatePairsOff[bool] = False
     """measure on the CPU also where there is a CUDA device"""
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
-    """a short version: two lengths, three models, 1 % of resets, forward with backward only"""
+    """a short version: two lengths, three models, 1 % of resets, forward with backward only, no compiled loop"""
     timeout: float = 1200.0
     """seconds after which a process is stopped and counts as failed"""
     output: Path | None = None
@@ -428,23 +429,25 @@ def check_args(args: Args) -> None:
 
 def plan(args: Args) -> list[dict]:
     """Models and their sizes, length by length, so that the models of a length are measured within a short time."""
-    lengths = sorted(set(args.lengths))
-    sizes = [(length, args.batch_size) for length in lengths]
-    if args.steps:
-        sizes += [(length, args.steps // length) for length in lengths[::2] if args.steps % length == 0]
+    lengths, passes = sorted(set(args.lengths)), [name for name in PASSES if name in args.passes]
+    sizes = {(length, args.batch_size): passes if i % 2 == 0 else passes[-1:] for i, length in enumerate(lengths)}
+    for length in lengths[::2]:
+        if args.steps and args.steps % length == 0:
+            sizes.setdefault((length, args.steps // length), passes[-1:])
     names = [name for name in dict.fromkeys(args.models) if name != "vmap"]
-    sizes = [{"length": length, "batch": batch} for length, batch in dict.fromkeys(sizes)]
-    cells = [{"model": name, **size} for size in sizes for name in names]
-    if "vmap" in args.models:
-        cells += [{"model": name, "length": 10, "batch": 4} for name in SNIPPET]
-    return cells
+    cells = [
+        {"model": name, "length": length, "batch": batch, "passes": own}
+        for (length, batch), own in sizes.items()
+        for name in names
+    ]
+    snippets = SNIPPET if "vmap" in args.models else ()
+    return cells + [{"model": name, "length": 10, "batch": 4, "passes": passes} for name in snippets]
 
 
 def measure_all(args: Args, cells: Sequence[Mapping], result: dict, output: Path, threads: int) -> None:
     """Measures each cell in a process of its own, into `result["runs"]`."""
-    settings = {name: getattr(args, name) for name in ("size", "resets", "passes", "arms", "seconds", "limit_seconds")}
+    settings = {name: getattr(args, name) for name in ("size", "arms", "seconds", "limit_seconds")}
     settings |= {"device": result["device"], "threads": threads, "resets": list(dict.fromkeys(args.resets))}
-    settings["passes"] = [name for name in PASSES if name in args.passes]
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder, "first")
         first.mkdir()
@@ -455,7 +458,7 @@ def measure_all(args: Args, cells: Sequence[Mapping], result: dict, output: Path
             shutil.copytree(first, cache)
             size = f"{TITLES[cell['model']]}, T = {cell['length']:,}, B = {cell['batch']:,}"
             print(f"{number} of {len(cells)}: {size}: ", end="", flush=True)
-            outcome = run_cell(measure, cell | settings, cache, args.timeout)
+            outcome = run_cell(measure, settings | cell, cache, args.timeout)
             shutil.rmtree(cache)
             result["runs"].append(dict(cell) | {"threads": threads} | outcome)
             save(result, output, summarise(result["runs"]))
@@ -465,7 +468,7 @@ def measure_all(args: Args, cells: Sequence[Mapping], result: dict, output: Path
             if outcome["status"] == "failed":
                 print(f"failed: {outcome['reason']}", flush=True)
                 continue
-            last = [x for x in lines if (x["pass"], x["resets"]) == (settings["passes"][-1], lines[0]["resets"])]
+            last = [x for x in lines if (x["pass"], x["resets"]) == (cell["passes"][-1], lines[0]["resets"])]
             figures = [f"{x['arm']} {milliseconds(x['seconds'])}" for x in last if x["status"] == "finished"]
             print(f"{', '.join(figures)} ms ({outcome['process_seconds']:.0f} s)", flush=True)
 
@@ -479,7 +482,7 @@ def main(args: Args) -> None:
     else:
         if args.quick:
             short = {"models": ("recurrence", "lru", "gru"), "lengths": (64, 1024), "steps": 0, "resets": (0.01,)}
-            short |= {"passes": PASSES[1:], "seconds": 0.1}
+            short |= {"passes": PASSES[1:], "arms": tuple(arm for arm in ARMS if arm != "compiled loop")}
             for name, value in short.items():
                 if getattr(args, name) == getattr(Args, name):
                     setattr(args, name, value)

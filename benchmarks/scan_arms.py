@@ -17,7 +17,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,9 @@ UNROLLED = {"recurrence": 64, "cell": 16}  # most steps of a loop that is compil
 PILOT = 64  # steps of a loop from which the time of all its steps is estimated
 COMPILED = ("compiled", "captured", "JAX")  # beginnings of the names of arms whose first call compiles
 TOLERANCE = 1e-3  # of the largest element of what is compared; the errors themselves are recorded
-MOST_CALLS = 50  # of an arm that takes no time
+LEAST_CALLS, MOST_CALLS = 3, 50  # of an arm that is timed
+ONCE = 1.0  # seconds from which on the call of an arm that is compared is also its only one
+TRUSTED = ("eager loop", "native between resets", "scan")  # which can do all that the others can
 SNIPPET = {"members": 3, "batch": 4, "inputs": 32, "size": 200, "length": 10}  # of TorchRL's issue 2325
 
 Given = Mapping[str, torch.Tensor]  # what is differentiated: a, b and h0; or x and a cell's parameters
@@ -452,28 +453,27 @@ def memory_of_process(name: str) -> int:
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def peak_memory(call: Callable[[], object], device: str) -> int | None:
-    """Bytes that a call takes at most, above what was there before; None where that can't be measured.
+def observe(call: Callable[[], list], device: str) -> tuple[list, float, int | None]:
+    """What a call yields, its seconds, and the bytes that it takes at most above what was there before, if known.
 
     What a captured graph takes it has taken before.
     """
-    if hasattr(call, "peak_bytes"):
-        return call.peak_bytes
     gc.collect()
+    before, outputs = None, []
     if device == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # what other arms have freed
-        Path("/proc/self/clear_refs").write_text("5")  # the peak falls to what is there now
-        before = memory_of_process("VmRSS")
-    except (OSError, AttributeError):
-        return None
-    call()
-    return max(memory_of_process("VmHWM") - before, 0)
+    else:
+        with contextlib.suppress(OSError, AttributeError):  # on Linux only
+            ctypes.CDLL(None).malloc_trim(0)  # what other arms have freed
+            Path("/proc/self/clear_refs").write_text("5")  # the peak falls to what is there now
+            before = memory_of_process("VmRSS")
+    seconds = seconds_of(lambda: outputs.extend(call()), device)
+    if before is not None:
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else memory_of_process("VmHWM")
+        before = max(peak - before, 0)
+    return outputs, seconds, getattr(call, "peak_bytes", before)
 
 
 def error_of(outputs: Sequence, reference: Sequence[torch.Tensor]) -> float:
@@ -489,32 +489,24 @@ def error_of(outputs: Sequence, reference: Sequence[torch.Tensor]) -> float:
 def take_turns(calls: Mapping[str, Callable[[], object]], seconds: float, device: str) -> dict[str, list[float]]:
     """Seconds of the calls, one arm after the other, and in every second turn in reverse order.
 
-    An arm is left out once it has had `seconds` and 3 calls, or one that took longer than `seconds`, or MOST_CALLS.
+    An arm is left out once it has had `seconds` and LEAST_CALLS, or MOST_CALLS.
     """
     taken = {arm: [] for arm in calls}
     for turn in itertools.count():
-        left = [
-            arm
-            for arm, own in taken.items()
-            if len(own) < MOST_CALLS and (sum(own) < seconds or (len(own) < 3 and max(own) < seconds))
-        ]
+        left = [arm for arm, own in taken.items() if len(own) < MOST_CALLS]
+        left = [arm for arm in left if sum(taken[arm]) < seconds or len(taken[arm]) < LEAST_CALLS]
         if not left:
             return taken
         for arm in left[:: -1 if turn % 2 else 1]:
             taken[arm].append(seconds_of(calls[arm], device))
 
 
-def first_call(build: Callable[[], Callable], limit: float, device: str) -> tuple[Callable, float]:
-    """What is built, and the seconds until it had run once; raises CannotRun if a call takes longer than `limit`."""
-    started = time.perf_counter()
-    call = build()
-    again = seconds = seconds_of(call, device)
-    whole = time.perf_counter() - started
-    if seconds > limit:  # it may have been compiled
-        again = seconds_of(call, device)
-    if again > limit:
-        raise CannotRun(f"a call takes {again:.2g} s")
-    return call, whole
+def failure(error: Exception) -> dict:
+    """What a line says of an arm that has raised an exception; a compiler's may be of any kind."""
+    if isinstance(error, CannotRun):
+        return {"status": "n/a", "reason": str(error)}
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return {"status": "failed", "reason": scrub(f"{type(error).__name__}: {text}")}
 
 
 def measure(
@@ -528,50 +520,56 @@ def measure(
     """A line for each chosen arm, pass and share of resets: its median time and what else is known, or why it has none.
 
     What an arm yields is compared with a float64 loop at the first share, and at the others, whose loop would take as
-    long, with the first arm that has stood this comparison there, if it can.
+    long, with the fastest arm that has stood this comparison there, if it can.
     """
     lines = []
     model.set_resets(shares[0])
     outputs, gradients = model.reference()
     for name in passes:
-        trains, calls, about, trusted = name != "forward", {}, {}, None
-        expected = gradients if trains else [outputs]
+        trains, calls, about = name != "forward", {}, {}
+        expected, trusted = gradients if trains else [outputs], {}
         model.set_resets(shares[0])
         for arm, build in arms_of(model, limit).items():
             if arm not in chosen:
                 continue
-            about[arm] = {"arm": arm, "pass": name}
+            about[arm], started = {"arm": arm, "pass": name}, time.perf_counter()
             try:
-                calls[arm], first = first_call(partial(build, trains), limit, model.device)
-                about[arm] |= {"compile_seconds": round(first, 3)} if arm.startswith(COMPILED) else {}
-            except CannotRun as reason:
-                about[arm] |= {"status": "n/a", "reason": str(reason)}
-            except Exception as error:  # a compiler's may be of any kind
-                text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-                about[arm] |= {"status": "failed", "reason": scrub(f"{type(error).__name__}: {text}")}
+                calls[arm] = build(trains)
+                if arm.startswith(COMPILED):
+                    calls[arm]()
+                    about[arm]["compile_seconds"] = round(time.perf_counter() - started, 3)
+            except Exception as error:
+                about[arm] |= failure(error)
         for share in shares:
             model.set_resets(share)
             if trusted:
-                expected = calls[trusted]()
+                expected = calls[min(trusted, key=trusted.get)]()
             elif share != shares[0]:
                 expected = model.reference()[1] if trains else model.reference()[:1]
-            results = {}
+            results, timed = {}, {}
             for arm, own in about.items():
                 results[arm] = line = {**own, "resets": share}
                 if "reason" not in line and (reason := why_not(arm, share)):
                     line |= {"status": "n/a", "reason": reason}
                 if "reason" in line:
                     continue
-                line["error"] = error_of(calls[arm](), expected)
-                if not line["error"] < TOLERANCE:
-                    line |= {"status": "failed", "reason": f"differs from the reference by {line['error']:.1e}"}
-                elif trusted is None and arm in ("eager loop", "scan", "native between resets"):
-                    trusted = arm
-            timed = [arm for arm, line in results.items() if "reason" not in line]
-            for arm, own in take_turns({arm: calls[arm] for arm in timed}, seconds, model.device).items():
-                results[arm] |= {"status": "finished", "seconds": statistics.median(own), "calls": len(own)}
-                if "peak_bytes" not in about[arm]:
-                    about[arm]["peak_bytes"] = peak_memory(calls[arm], model.device)
-                results[arm]["peak_bytes"] = about[arm]["peak_bytes"]
+                try:
+                    yielded, took, line["peak_bytes"] = observe(calls[arm], model.device)
+                    if took > limit:
+                        raise CannotRun(f"a call takes {took:.2g} s")
+                    line["error"] = error_of(yielded, expected)
+                    if not line["error"] < TOLERANCE:
+                        raise ArithmeticError(f"differs from the reference by {line['error']:.1e}")
+                except Exception as error:
+                    about[arm] |= failure(error)
+                    line |= failure(error)
+                    continue
+                if share == shares[0] and arm in TRUSTED:
+                    trusted[arm] = took
+                line |= {"status": "finished", "seconds": took, "calls": 1}
+                if took < ONCE:
+                    timed[arm] = calls[arm]
+            for arm, own in take_turns(timed, seconds, model.device).items():
+                results[arm] |= {"seconds": statistics.median(own), "calls": len(own)}
             lines += results.values()
     return lines
