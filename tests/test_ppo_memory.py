@@ -376,12 +376,15 @@ def prepare(agent, envs, step=None):
 
 
 def hand_over(eager, compiled):
-    """Gives the compiled agent the weights, the rollout and the states of the eager one."""
+    """Gives the compiled agent the weights, the rollout and the states of the eager one; both optimisers begin anew."""
     compiled.network.copy_(flat(eager.network))
     for name, array in compiled.rollout.arrays.items():
         array[:] = eager.rollout.arrays[name]
     compiled.state.copy_(eager.state)
     compiled.first_state.copy_(eager.first_state)
+    eager.optimizer.state.clear()
+    new = ppo_memory_torchcompile.Adam(compiled.network, eager.args.learning_rate, compiled.optimizer.eps)
+    compiled.optimizer.load_state_dict(new.state_dict())
 
 
 def pair(cell="lru", kind="Discrete", **arguments):
@@ -659,7 +662,7 @@ def assert_same_phase(eager, compiled, envs, prepare_step=None, update=None):
             for name, loss in eager.losses.items():
                 assert compiled.losses[name].item() == pytest.approx(loss.item(), rel=1e-3, abs=1e-5), name
             kl.append(eager.losses["approx_kl"].item())
-            assert_same(compiled.network, flat(eager.network), share=1e-2)  # differences add up
+            assert_same(compiled.network, flat(eager.network))
     assert len(set(kl)) == args.update_epochs
 
 
@@ -735,10 +738,6 @@ def test_a_compiled_update_phase_is_that_of_the_eager_version(compiled_run):
     eager, _, envs = pair(learning_rate=1e-3)
     compiled, steps = compiled_run.agent, compiled_run.steps
     hand_over(eager, compiled)
-    compiled.optimizer.lr.fill_(1e-3)
-    compiled.optimizer.powers.fill_(1)
-    compiled.optimizer.first_moment.zero_()
-    compiled.optimizer.second_moment.zero_()
     assert_same_phases(eager, compiled, envs, steps["prepare"], steps["update"])
 
 
@@ -988,7 +987,7 @@ gym.register("Cue-v0", Cue)
 @pytest.mark.parametrize("cell, script", [*zip(CELLS, itertools.cycle(CLASSES)), ("none", "ppo_memory_torchcompile")])
 def test_a_cue_is_remembered_by_all_cells_but_none(launch, script, cell):
     sizes = {"num_envs": 8, "num_steps": 32, "num_minibatches": 2, "update_epochs": 4, "hidden_size": 32}
-    flags = flags_of(**sizes, total_timesteps=2500, learning_rate=5e-3, cell=cell)
+    flags = flags_of(**sizes, total_timesteps=3500, learning_rate=5e-3, cell=cell)
     run = launch(script, *flags, env_id="Cue-v0")
     if cell == "none":
         assert 0.3 < run.summary["episode_return"] < 0.7
