@@ -272,7 +272,7 @@ def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
 
 
 # ---- Memory ----
-MEMORY = "ppo_memory_torchcompile"
+PPO_MEMORY = "ppo_memory_torchcompile"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
@@ -292,16 +292,6 @@ def test_the_recurrence_is_that_of_the_cpu(steps, dtype):
             assert (ours - theirs).abs().max() <= tolerance * (1 + theirs.abs().max())
 
 
-def test_the_recurrence_in_a_graph_reads_its_input():
-    from tensordict.nn import CudaGraphModule
-
-    inputs = [x.cuda() for x in example(100, torch.float32)]
-    step = CudaGraphModule(lambda a, b, h0: linear_recurrence(a, b, h0), warmup=3)
-    for n in range(8):
-        inputs = [inputs[0] * (n != 5), inputs[1] + n, inputs[2]]
-        torch.testing.assert_close(step(*inputs), linear_recurrence(*inputs), rtol=1e-5, atol=1e-5)
-
-
 @pytest.fixture(scope="module", params=["lru", "ffm", "gru", "lstm", "stack"])
 def memory_runs(request, launch):
     """(flags, the run in each variant) of a cell, on continuous actions with some and on discrete ones with others."""
@@ -309,7 +299,7 @@ def memory_runs(request, launch):
     flags = ["--cuda", "--total-timesteps", 300, "--num-envs", 4, "--num-steps", 10, "--num-minibatches", 2]
     flags += ["--seed", 5, "--cell", request.param]
     where = {"env_id": f"Counter{kind}-v0"}
-    return (flags, where), {name: launch(MEMORY, *flags, *more, **where) for name, more in VARIANTS.items()}
+    return (flags, where), {name: launch(PPO_MEMORY, *flags, *more, **where) for name, more in VARIANTS.items()}
 
 
 def test_all_variants_run_with_a_memory(memory_runs, launch):
@@ -331,7 +321,7 @@ def test_all_variants_run_with_a_memory(memory_runs, launch):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_seed_same_episodes_with_a_memory(memory_runs, launch, variant):
     (flags, where), variants = memory_runs
-    assert launch(MEMORY, *flags, *VARIANTS[variant], **where).episodes == variants[variant].episodes
+    assert launch(PPO_MEMORY, *flags, *VARIANTS[variant], **where).episodes == variants[variant].episodes
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
@@ -343,7 +333,7 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
 
     envs = environments_of("CounterContinuous-v0", 4)
     envs.begin(0)
-    plain, captured = (make_agent(MEMORY, envs, torch.device("cuda"), cell=cell) for _ in range(2))
+    plain, captured = (make_agent(PPO_MEMORY, envs, torch.device("cuda"), cell=cell) for _ in range(2))
     steps = [
         CudaGraphModule(torch.compile(step, fullgraph=True) if compiled else step, warmup=3)
         for step in (captured.prepare, captured.update, captured.choose)
