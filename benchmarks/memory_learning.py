@@ -23,9 +23,9 @@ from learning import RunArgs, run_all
 from speed import RESULTS, fail, terminate_like_interrupt
 
 MEMORY = RESULTS / "memory"
-SCRIPT = "ppo_memory_torchcompile"
+PPO, DQN = "ppo_memory_torchcompile", "dqn_memory_torchcompile"
 CELLS = ("none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm")
-FEW = ("none", "gru", "mingru", "lru", "ffm")
+FEW = ("none", "stack", "gru", "mingru", "lru", "ffm")
 LENGTHS = (10, 30, 100, 300, 1000)
 SEEDS = (1, 2, 3)
 
@@ -39,9 +39,10 @@ class Task:
     """what differs from the script's defaults: rollouts are as long as what has to be remembered"""
     best: float
     """return of an agent that remembers everything"""
-    chance: float
+    chance: float | None
     """return of one that remembers nothing, where it is known"""
     cells: Sequence[str] = CELLS
+    script: str = PPO
 
 
 MAZE = "benchmarks.tmaze:TMaze"
@@ -53,7 +54,7 @@ TASKS = {
     "T-maze 1000": Task(f"{MAZE}1000-v0", 4_000_000, "--num-steps 2048 --num-minibatches 16", 1, 0.5),
     "RepeatFirst": Task("benchmarks.cards:RepeatFirstEasy-v0", 400_000, "", 1, -0.5),
     "RepeatPrevious": Task("benchmarks.cards:RepeatPreviousEasy-v0", 2_000_000, "", 1, -0.5, FEW),
-    "CartPole without velocities": Task("CartPole-v1", 500_000, "--hide-velocities", 500, 0, FEW),
+    "CartPole without velocities": Task("CartPole-v1", 500_000, "--hide-velocities", 500, None, FEW),
     "MiniGrid-MemoryS7": Task("MiniGrid-MemoryS7-v0", 2_000_000, "", 0.98, 0.5, FEW),
 }
 
@@ -82,19 +83,19 @@ def plan(args: Args) -> list[dict]:
     for seed, name, cell in itertools.product(SEEDS, args.task, args.cell):
         task = TASKS[name]
         if cell in task.cells:
-            entry = {"script": SCRIPT, "env_id": task.env_id, "steps": task.steps, "seeds": [seed]}
+            entry = {"script": task.script, "env_id": task.env_id, "steps": task.steps, "seeds": [seed]}
             entries.append(entry | {"flags": f"--compile --no-cuda --cell {cell} {task.flags}"})
     return entries
 
 
 def returns(results: Path) -> dict[tuple[str, str], list[float]]:
     """The mean returns of the last 100 episodes by task and cell, one a seed."""
-    names = {(task.env_id, "--hide-velocities" in task.flags): name for name, task in TASKS.items()}
+    names = {(task.script, task.env_id, "--hide-velocities" in task.flags): name for name, task in TASKS.items()}
     found = {}
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text())
         arguments = result["arguments"]
-        task = names[arguments["env_id"], arguments["hide_velocities"]]
+        task = names[result["script"], arguments["env_id"], arguments["hide_velocities"]]
         found.setdefault((task, arguments["cell"]), []).append(result["return_last_100"])
     return found
 
@@ -132,7 +133,8 @@ def draw(args: Args) -> None:
             axes.plot([row] * len(y), y, "o", color=colours[cell], alpha=0.6)
             axes.plot([row - 0.3, row + 0.3] if y else [], 2 * [statistics.fmean(y)] if y else [], color=colours[cell])
         for value in (task.best, task.chance):
-            axes.axhline(value, color="#bbbbbb", linestyle=":")
+            if value is not None:
+                axes.axhline(value, color="#bbbbbb", linestyle=":")
         axes.set_xticks(range(len(task.cells)), task.cells, rotation=60)
         axes.set(title=name, ylabel="return")
     figure.savefig(args.plot, dpi=150, metadata={"Software": None})

@@ -6,12 +6,13 @@
     python benchmarks/scan.py --result RESULT.json --plot scan.png   draws what was measured before
 
 The bare recurrence h[t] = a[t] · h[t-1] + b[t] and whole cells, projections included, as leanrl/ppo_memory.py has them;
-forward with the gradients of everything (inputs, states, parameters), over the lengths T at a fixed batch B; and at
-every second of them forward alone, and with gradients at a fixed B · T. Episodes begin at random in 1, 0 and 10 % of
-the steps.
+forward with the gradients of everything (inputs, states, parameters), over the lengths T at a fixed batch B and at a
+fixed B · T; and at every second length and the fixed B forward alone. Episodes begin at random in 1, 0 and 10 % of the
+steps.
 
-A size of a model is measured in a fresh process, forked from this one, which has imported torch and done nothing with
-it, with an empty compiler cache. There all arms take turns, every second turn in reverse order, and each figure is the
+A size of a model is measured in a fresh process, on a CPU forked from this one, which has imported torch and done
+nothing with it. Its compilers have been started, and find in their caches no more than what Inductor builds once a
+machine. There all arms take turns, every second turn in reverse order, and each figure is the
 median of at least 3 calls, before which what the arm yields was compared with a loop in float64; of calls that take
 more than a second there is only this one. An arm whose call takes longer than --limit-seconds is n/a; so is what needs
 CUDA, JAX or an unrolled loop too long to compile.
@@ -341,6 +342,9 @@ def print_result(result: Mapping) -> None:
 def caption(result: Mapping, part: str) -> str:
     """What the figures of a part are, in a sentence."""
     share, text = main_share(result["medians"]), f"{PARTS[part][0].upper()}{PARTS[part][1:]}: medians"
+    if part == "scan_costs":
+        text = "Seconds to compile once the compiler runs, and what a call adds to the process at its peak (of JAX its"
+        text += " compiler's figure: temporary memory and outputs)"
     if part != "scan_snippet":
         text += f", width {result['settings']['size']}"
         text += "" if part == "scan_resets" else f", episodes begin in {share:.0%} of the steps (of native in none)"
@@ -431,7 +435,7 @@ def plan(args: Args) -> list[dict]:
     """Models and their sizes, length by length, so that the models of a length are measured within a short time."""
     lengths, passes = sorted(set(args.lengths)), [name for name in PASSES if name in args.passes]
     sizes = {(length, args.batch_size): passes if i % 2 == 0 else passes[-1:] for i, length in enumerate(lengths)}
-    for length in lengths[::2]:
+    for length in lengths:
         if args.steps and args.steps % length == 0:
             sizes.setdefault((length, args.steps // length), passes[-1:])
     names = [name for name in dict.fromkeys(args.models) if name != "vmap"]

@@ -208,6 +208,7 @@ def compiled_call(run: Run, model: Model, trains: bool) -> Callable[[], list[tor
         return list(grad_and_value(loss)(given, reset, weights)[0].values()) if trains else [run(given, reset)]
 
     # Dynamo finds what it has compiled by the code object, then by guards, of which the scripts leave out nearly all
+    torch.compiler.allow_in_graph(memory.linear_recurrence)  # else Dynamo may drop its own backward, as in the scripts
     step = types.FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
     options = {"cpp_wrapper": model.device == "cpu", "cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}
     options |= {"size_asserts": False, "guard_filter_fn": lambda guards: [False] * len(guards)}
@@ -236,6 +237,7 @@ def captured_call(call: Callable[[], list[torch.Tensor]]) -> Callable[[], list[t
         graph.replay()
         return outputs
 
+    replay.peak_bytes = None
     return replay
 
 
@@ -456,7 +458,7 @@ def memory_of_process(name: str) -> int:
 def observe(call: Callable[[], list], device: str) -> tuple[list, float, int | None]:
     """What a call yields, its seconds, and the bytes that it takes at most above what was there before, if known.
 
-    What a captured graph takes it has taken before.
+    What a captured graph takes it has taken before: that is not known.
     """
     gc.collect()
     before, outputs = None, []
@@ -509,6 +511,18 @@ def failure(error: Exception) -> dict:
     return {"status": "failed", "reason": scrub(f"{type(error).__name__}: {text}")}
 
 
+def start_compilers(chosen: Sequence[str], device: str) -> None:
+    """Has the compilers of the chosen arms compile something small, so that no arm's seconds are those of starting one.
+
+    JAX that is not there is none: its arm says so.
+    """
+    if any(arm.startswith(("compiled", "captured scan")) for arm in chosen):
+        torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+    if "JAX scan" in chosen:
+        with contextlib.suppress(CannotRun):
+            import_jax(device).jit(lambda x: x + 1)(0.0).block_until_ready()
+
+
 def measure(
     model: Model,
     shares: Sequence[float],
@@ -523,6 +537,7 @@ def measure(
     long, with the fastest arm that has stood this comparison there, if it can.
     """
     lines = []
+    start_compilers(chosen, model.device)
     model.set_resets(shares[0])
     outputs, gradients = model.reference()
     for name in passes:

@@ -271,7 +271,8 @@ def memory_table(results: Path) -> str:
     for name, task in memory_learning.TASKS.items():
         shown = [mean_and_deviation(found[name, cell]) if (name, cell) in found else "" for cell in cells]
         if any(shown):
-            rows.append([name, f"{task.steps:,}", f"{task.chance:g}", f"{task.best:g}", *shown])
+            known = ("" if value is None else f"{value:g}" for value in (task.chance, task.best))
+            rows.append([name, f"{task.steps:,}", *known, *shown])
     table = markdown(["task", "steps", "forgetting", "remembering", *(f"`{cell}`" for cell in cells)], rows, 1)
     paths = sorted((results / "memory").glob("*.json"))
     made = [load(path) for path in paths]

@@ -12,6 +12,8 @@ This is the eager reference; `dqn_memory_torchcompile.py` is the same algorithm 
 
     python leanrl/dqn_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
 
+What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
+benchmarks; a copy of the script needs an --env-id of its own.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
@@ -61,7 +63,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
+    """id of the environment: Gymnasium's, in the Atari scripts EnvPool's, in those with a memory also module:Id"""
     total_timesteps: int = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 16
@@ -163,6 +165,20 @@ def check_args(args: Args) -> None:
                 fail(name, value, allowed)
     if rollout % getattr(args, "num_minibatches", 1):
         fail("num_minibatches", args.num_minibatches, minibatches)
+
+
+def check_slices(args: Args) -> None:
+    """Ends the program with exit status 2 if slices don't fit batches, the replay, or what it holds before learning."""
+    length, steps = args.slice_length, args.num_envs * args.slice_length
+    rows = steps + args.num_envs
+    for name, fits, allowed in (
+        ("batch_size", args.batch_size % length == 0, f"must be a multiple of --slice-length {length}"),
+        ("burn_in", args.burn_in < length, f"must be below --slice-length {length}"),
+        ("buffer_size", args.buffer_size >= rows, f"must be at least num_envs * (slice_length + 1) = {rows}"),
+        ("learning_starts", args.learning_starts >= steps, f"must be at least num_envs * slice_length = {steps}"),
+    ):
+        if not fits:
+            fail(name, getattr(args, name), allowed)
 
 
 def stored_args() -> Args:
@@ -460,7 +476,7 @@ def make_vector(args: Args, seeds: Sequence[int]):
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
-    known = [*gym.registry]
+    known = gym.registry
     try:
         if args.env_id.startswith("MiniGrid-"):
             import envpool
@@ -473,19 +489,22 @@ def make_vector(args: Args, seeds: Sequence[int]):
             importlib.import_module("popgym")
         gym.logger.min_level = gym.logger.ERROR  # older versions, odd spaces
         return gym.make_vec(args.env_id, num_envs=args.num_envs)
-    except (gym.error.Error, ImportError, ValueError, AttributeError) as error:
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
-        problem = "it can't be made" if args.env_id in known else f"no such environment; nearest names: {nearest}"
+    except (gym.error.Error, ImportError, ValueError, AttributeError, TypeError, RuntimeError, OSError) as error:
+        problem = "it can't be made"
+        if isinstance(error, gym.error.UnregisteredEnv):
+            nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
+            problem = f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
 def encode(space: gym.Space, batch) -> np.ndarray:
-    """Elements of a space as numbers, discrete ones as one-hot codes; a batch of N -> float32, [N, D].
+    """Elements of a space as numbers, discrete ones as one-hot codes, bytes over 255; a batch of N -> float32, [N, D].
 
     Raises TypeError where there is no such code.
     """
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        return np.asarray(batch, np.float32).reshape(len(batch), -1)
+        scale = 255 if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 else 1
+        return np.asarray(batch, np.float32).reshape(len(batch), -1) / scale
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
         codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start) + np.cumsum([0, *sizes[:-1]])
@@ -514,9 +533,11 @@ class Environments:
             self.hidden = list(VELOCITIES[name])
         sys.path += [os.getcwd(), str(Path(__file__).parents[1])]  # for a `module:Id`
         self.envs = make_vector(args, range(args.num_envs))
-        of_one = "" if self.is_minigrid else "single_"
-        self.observation_space = MINIGRID if self.is_minigrid else self.envs.single_observation_space
-        self.action_space = space = getattr(self.envs, f"{of_one}action_space")
+        if self.is_minigrid:
+            self.observation_space, space = MINIGRID, self.envs.action_space  # of one environment, as EnvPool has it
+        else:
+            self.observation_space, space = self.envs.single_observation_space, self.envs.single_action_space
+        self.action_space = space
         self.is_discrete = isinstance(space, gym.spaces.Discrete)
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
         if not self.is_discrete and not (is_vector and np.issubdtype(space.dtype, np.floating)):
@@ -718,7 +739,9 @@ def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, rev
     numbers = [list(x.chunk(parts, -1)) for x in (a, b, h0)]
     if triton is not None and b.is_cuda:
         return torch.cat(kernel_scan(*numbers, reverse), -1)
-    if torch.compiler.is_compiling():  # few rows to a chunk, as each is code to compile
+    # The first knows of the compiler's later stages since PyTorch 2.13 only
+    if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get():
+        # Few rows to a chunk, as each is code to compile, and no complex numbers, which Inductor does not know
         return torch.cat(scan(*numbers, 8, reverse), -1)
     if parts == 1:
         return scan(*numbers, 16, reverse)[0]
@@ -776,9 +799,11 @@ def linear_recurrence(
 class Cell(nn.Module):
     """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero."""
 
+    state_shape: tuple[int, ...]
+
     def initial_state(self, batch: int) -> torch.Tensor:
-        """[batch, ...]."""
-        raise NotImplementedError
+        """[batch, *state_shape]."""
+        return next(self.parameters()).new_zeros(batch, *self.state_shape)
 
     def step(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One step, to act: [B, size], [B, ...], [B] -> [B, size], [B, ...]."""
@@ -790,7 +815,7 @@ class Cell(nn.Module):
 
 
 def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
-    """The state, but zero where an episode begins; [..., S], [...] -> [..., S], or with more dimensions for S."""
+    """A state, or its factors, but zero where an episode begins; [..., S], [...] -> [..., S], S of any dimensions."""
     return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
 
 
@@ -799,10 +824,8 @@ class NoMemory(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (0,)
         self.layer = nn.Linear(size, size)
-
-    def initial_state(self, batch):
-        return self.layer.weight.new_zeros(batch, 0)
 
     def step(self, x, state, reset):
         return torch.tanh(self.layer(x)), state
@@ -817,10 +840,8 @@ class FrameStack(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (self.frames - 1, size)
         self.layer = nn.Linear(self.frames * size, size)
-
-    def initial_state(self, batch):
-        return self.layer.weight.new_zeros(batch, self.frames - 1, self.layer.out_features)
 
     def step(self, x, state, reset):
         frames = torch.cat([after_reset(state, reset), x[:, None]], 1)
@@ -840,10 +861,8 @@ class GRU(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (size,)
         self.cell = nn.GRUCell(size, size)
-
-    def initial_state(self, batch):
-        return self.cell.weight_hh.new_zeros(batch, self.cell.hidden_size)
 
     def step(self, x, state, reset):
         state = self.cell(x, after_reset(state, reset))
@@ -853,7 +872,7 @@ class GRU(Cell):
         outputs = []
         for start, end in stretches(reset):
             first = after_reset(state, reset[start])[None]
-            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, False, False, False)
+            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
             outputs.append(output)
         return torch.cat(outputs), state
 
@@ -863,10 +882,8 @@ class LSTM(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (2, size)
         self.cell = nn.LSTMCell(size, size)
-
-    def initial_state(self, batch):
-        return self.cell.weight_hh.new_zeros(batch, 2, self.cell.hidden_size)
 
     def step(self, x, state, reset):
         output, memory = self.cell(x, after_reset(state, reset).unbind(1))
@@ -876,7 +893,7 @@ class LSTM(Cell):
         outputs = []
         for start, end in stretches(reset):
             first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
-            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, False, False, False)
+            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
             outputs.append(output)
             state = torch.cat(last).transpose(0, 1)
         return torch.cat(outputs), state
@@ -890,7 +907,7 @@ def stretches(reset: torch.Tensor) -> Iterable[tuple[int, int]]:
 
 
 class LinearCell(Cell):
-    """A cell whose state is a linear recurrence, of which it says the factors and inputs, and what is read from it."""
+    """A cell whose state is a linear recurrence: `enter` gives its factors and inputs, `leave` what is read from it."""
 
     parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
 
@@ -908,18 +925,16 @@ class LinearCell(Cell):
 class MinGRU(LinearCell):
     """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1).
 
-    The gates begin open for 1 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
+    It begins with memories of 2 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
     """
 
     parts = 1
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (size,)
         self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
         nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
-
-    def initial_state(self, batch):
-        return self.gate.weight.new_zeros(batch, self.gate.out_features)
 
     def enter(self, x):
         gate = torch.sigmoid(self.gate(x))
@@ -930,20 +945,21 @@ class MinGRU(LinearCell):
 
 
 class LRU(LinearCell):
-    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex decays below 1, and inputs scaled to them."""
+    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex factors below 1, and inputs scaled to them.
+
+    Unlike there the scale stays that of the decay; times are at most 1,000 steps, and begin evenly by magnitude.
+    """
 
     def __init__(self, size: int):
         super().__init__()
-        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), 0))
+        self.state_shape = (2 * size,)
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.0001), 0))
         self.phase = nn.Parameter(torch.rand(size) * math.pi)
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
-    def initial_state(self, batch):
-        return self.phase.new_zeros(batch, 2 * len(self.phase))
-
     def enter(self, x):
-        modulus = (-self.log_decay.exp()).exp().clamp(max=0.999)
+        modulus = (-0.001 - self.log_decay.exp()).exp()
         factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
         return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
 
@@ -957,6 +973,7 @@ class S5(LinearCell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (2 * size,)
         n = np.sqrt(1 + 2 * np.arange(2 * size))
         skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
         frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
@@ -965,9 +982,6 @@ class S5(LinearCell):
         self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
-
-    def initial_state(self, batch):
-        return self.log_step.new_zeros(batch, 2 * len(self.log_step))
 
     def enter(self, x):
         step, decay = self.log_step.exp(), self.log_decay.exp()
@@ -987,15 +1001,13 @@ class FFM(LinearCell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (2 * self.traces * self.contexts,)
         self.decay = nn.Parameter(torch.logspace(-math.log10(self.horizon), math.log10(0.5), self.traces))
         self.frequency = nn.Parameter(2 * math.pi / torch.logspace(0.5, math.log10(self.horizon), self.contexts))
         self.input, self.input_gate = nn.Linear(size, self.traces), nn.Linear(size, self.traces)
         self.mix = nn.Linear(2 * self.traces * self.contexts, size)
         self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
-
-    def initial_state(self, batch):
-        return self.decay.new_zeros(batch, 2 * self.traces * self.contexts)
 
     def enter(self, x):
         modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
@@ -1058,20 +1070,6 @@ def times_due(step: int, num_envs: int, frequency: int) -> int:
 
 
 # ---- Replay ----
-def check_slices(args: Args) -> None:
-    """Ends the program with exit status 2 if slices don't fit batches, the replay, or what it holds before learning."""
-    length, steps = args.slice_length, args.num_envs * args.slice_length
-    rows = steps + args.num_envs
-    for name, fits, allowed in (
-        ("batch_size", args.batch_size % length == 0, f"must be a multiple of --slice-length {length}"),
-        ("burn_in", args.burn_in < length, f"must be below --slice-length {length}"),
-        ("buffer_size", args.buffer_size >= rows, f"must be at least num_envs * (slice_length + 1) = {rows}"),
-        ("learning_starts", args.learning_starts >= steps, f"must be at least num_envs * slice_length = {steps}"),
-    ):
-        if not fits:
-            fail(name, getattr(args, name), allowed)
-
-
 class SliceReplay:
     """The last rows of every environment, on `device`, of which slices of consecutive ones are sampled, uniformly.
 
@@ -1134,6 +1132,7 @@ class SliceReplay:
     def load_state_dict(self, state: Mapping) -> None:
         """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
         self.added = state["added"]
+        self.newest.fill_(self.added)  # the one to come: no warm-up may write into another
         for name, field in self.fields.items():
             field[: len(state[name])] = state[name].to(self.device)
         self.fields["valid"][(self.added - 1) % self.rows] = False  # what followed was not seen: new episodes begin
@@ -1236,7 +1235,8 @@ def main(args: Args) -> None:
     print(f"replay buffer: {agent.buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent, agent.buffer) as run:
-        envs.begin(run.global_step)
+        if run.global_step:
+            envs.begin(run.global_step)
         numbers, duration = np.arange(args.num_envs), args.exploration_fraction * args.total_timesteps
         while run.global_step < args.total_timesteps:
             # Act: at random with probability ε, else greedily

@@ -12,6 +12,8 @@ This is the script at full speed; `ppo_memory.py` is the same algorithm in plain
 
     python leanrl/ppo_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
+What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
+benchmarks; a copy of the script needs an --env-id of its own.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
@@ -64,7 +66,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
+    """id of the environment: Gymnasium's, in the Atari scripts EnvPool's, in those with a memory also module:Id"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 16
@@ -110,6 +112,8 @@ class Args:
     """times that each transition of a rollout is used"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
+    norm_value: bool = True
+    """have the critic learn returns less their mean, over their deviation, of the last rollouts"""
     clip_coef: float = 0.2
     """how far from 1 the ratio of new to old probability may move an action's objective"""
     clip_vloss: bool = True
@@ -464,7 +468,7 @@ def make_vector(args: Args, seeds: Sequence[int]):
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
-    known = [*gym.registry]
+    known = gym.registry
     try:
         if args.env_id.startswith("MiniGrid-"):
             import envpool
@@ -477,19 +481,22 @@ def make_vector(args: Args, seeds: Sequence[int]):
             importlib.import_module("popgym")
         gym.logger.min_level = gym.logger.ERROR  # older versions, odd spaces
         return gym.make_vec(args.env_id, num_envs=args.num_envs)
-    except (gym.error.Error, ImportError, ValueError, AttributeError) as error:
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
-        problem = "it can't be made" if args.env_id in known else f"no such environment; nearest names: {nearest}"
+    except (gym.error.Error, ImportError, ValueError, AttributeError, TypeError, RuntimeError, OSError) as error:
+        problem = "it can't be made"
+        if isinstance(error, gym.error.UnregisteredEnv):
+            nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
+            problem = f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
 def encode(space: gym.Space, batch) -> np.ndarray:
-    """Elements of a space as numbers, discrete ones as one-hot codes; a batch of N -> float32, [N, D].
+    """Elements of a space as numbers, discrete ones as one-hot codes, bytes over 255; a batch of N -> float32, [N, D].
 
     Raises TypeError where there is no such code.
     """
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        return np.asarray(batch, np.float32).reshape(len(batch), -1)
+        scale = 255 if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 else 1
+        return np.asarray(batch, np.float32).reshape(len(batch), -1) / scale
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
         codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start) + np.cumsum([0, *sizes[:-1]])
@@ -518,9 +525,11 @@ class Environments:
             self.hidden = list(VELOCITIES[name])
         sys.path += [os.getcwd(), str(Path(__file__).parents[1])]  # for a `module:Id`
         self.envs = make_vector(args, range(args.num_envs))
-        of_one = "" if self.is_minigrid else "single_"
-        self.observation_space = MINIGRID if self.is_minigrid else self.envs.single_observation_space
-        self.action_space = space = getattr(self.envs, f"{of_one}action_space")
+        if self.is_minigrid:
+            self.observation_space, space = MINIGRID, self.envs.action_space  # of one environment, as EnvPool has it
+        else:
+            self.observation_space, space = self.envs.single_observation_space, self.envs.single_action_space
+        self.action_space = space
         self.is_discrete = isinstance(space, gym.spaces.Discrete)
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
         if not self.is_discrete and not (is_vector and np.issubdtype(space.dtype, np.floating)):
@@ -722,7 +731,9 @@ def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, rev
     numbers = [list(x.chunk(parts, -1)) for x in (a, b, h0)]
     if triton is not None and b.is_cuda:
         return torch.cat(kernel_scan(*numbers, reverse), -1)
-    if torch.compiler.is_compiling():  # few rows to a chunk, as each is code to compile
+    # The first knows of the compiler's later stages since PyTorch 2.13 only
+    if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get():
+        # Few rows to a chunk, as each is code to compile, and no complex numbers, which Inductor does not know
         return torch.cat(scan(*numbers, 8, reverse), -1)
     if parts == 1:
         return scan(*numbers, 16, reverse)[0]
@@ -780,9 +791,11 @@ def linear_recurrence(
 class Cell(nn.Module):
     """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero."""
 
+    state_shape: tuple[int, ...]
+
     def initial_state(self, batch: int) -> torch.Tensor:
-        """[batch, ...]."""
-        raise NotImplementedError
+        """[batch, *state_shape]."""
+        return next(self.parameters()).new_zeros(batch, *self.state_shape)
 
     def step(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One step, to act: [B, size], [B, ...], [B] -> [B, size], [B, ...]."""
@@ -794,7 +807,7 @@ class Cell(nn.Module):
 
 
 def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
-    """The state, but zero where an episode begins; [..., S], [...] -> [..., S], or with more dimensions for S."""
+    """A state, or its factors, but zero where an episode begins; [..., S], [...] -> [..., S], S of any dimensions."""
     return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
 
 
@@ -803,10 +816,8 @@ class NoMemory(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (0,)
         self.layer = nn.Linear(size, size)
-
-    def initial_state(self, batch):
-        return self.layer.weight.new_zeros(batch, 0)
 
     def step(self, x, state, reset):
         return torch.tanh(self.layer(x)), state
@@ -821,10 +832,8 @@ class FrameStack(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (self.frames - 1, size)
         self.layer = nn.Linear(self.frames * size, size)
-
-    def initial_state(self, batch):
-        return self.layer.weight.new_zeros(batch, self.frames - 1, self.layer.out_features)
 
     def step(self, x, state, reset):
         frames = torch.cat([after_reset(state, reset), x[:, None]], 1)
@@ -844,10 +853,8 @@ class GRU(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (size,)
         self.cell = nn.GRUCell(size, size)
-
-    def initial_state(self, batch):
-        return self.cell.weight_hh.new_zeros(batch, self.cell.hidden_size)
 
     def step(self, x, state, reset):
         state = self.cell(x, after_reset(state, reset))
@@ -857,7 +864,7 @@ class GRU(Cell):
         outputs = []
         for start, end in stretches(reset):
             first = after_reset(state, reset[start])[None]
-            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, False, False, False)
+            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
             outputs.append(output)
         return torch.cat(outputs), state
 
@@ -867,10 +874,8 @@ class LSTM(Cell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (2, size)
         self.cell = nn.LSTMCell(size, size)
-
-    def initial_state(self, batch):
-        return self.cell.weight_hh.new_zeros(batch, 2, self.cell.hidden_size)
 
     def step(self, x, state, reset):
         output, memory = self.cell(x, after_reset(state, reset).unbind(1))
@@ -880,7 +885,7 @@ class LSTM(Cell):
         outputs = []
         for start, end in stretches(reset):
             first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
-            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, False, False, False)
+            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
             outputs.append(output)
             state = torch.cat(last).transpose(0, 1)
         return torch.cat(outputs), state
@@ -894,7 +899,7 @@ def stretches(reset: torch.Tensor) -> Iterable[tuple[int, int]]:
 
 
 class LinearCell(Cell):
-    """A cell whose state is a linear recurrence, of which it says the factors and inputs, and what is read from it."""
+    """A cell whose state is a linear recurrence: `enter` gives its factors and inputs, `leave` what is read from it."""
 
     parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
 
@@ -912,18 +917,16 @@ class LinearCell(Cell):
 class MinGRU(LinearCell):
     """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1).
 
-    The gates begin open for 1 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
+    It begins with memories of 2 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
     """
 
     parts = 1
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (size,)
         self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
         nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
-
-    def initial_state(self, batch):
-        return self.gate.weight.new_zeros(batch, self.gate.out_features)
 
     def enter(self, x):
         gate = torch.sigmoid(self.gate(x))
@@ -934,20 +937,21 @@ class MinGRU(LinearCell):
 
 
 class LRU(LinearCell):
-    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex decays below 1, and inputs scaled to them."""
+    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex factors below 1, and inputs scaled to them.
+
+    Unlike there the scale stays that of the decay; times are at most 1,000 steps, and begin evenly by magnitude.
+    """
 
     def __init__(self, size: int):
         super().__init__()
-        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.001), 0))
+        self.state_shape = (2 * size,)
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.0001), 0))
         self.phase = nn.Parameter(torch.rand(size) * math.pi)
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
-    def initial_state(self, batch):
-        return self.phase.new_zeros(batch, 2 * len(self.phase))
-
     def enter(self, x):
-        modulus = (-self.log_decay.exp()).exp().clamp(max=0.999)
+        modulus = (-0.001 - self.log_decay.exp()).exp()
         factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
         return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
 
@@ -961,6 +965,7 @@ class S5(LinearCell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (2 * size,)
         n = np.sqrt(1 + 2 * np.arange(2 * size))
         skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
         frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
@@ -969,9 +974,6 @@ class S5(LinearCell):
         self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
-
-    def initial_state(self, batch):
-        return self.log_step.new_zeros(batch, 2 * len(self.log_step))
 
     def enter(self, x):
         step, decay = self.log_step.exp(), self.log_decay.exp()
@@ -991,15 +993,13 @@ class FFM(LinearCell):
 
     def __init__(self, size: int):
         super().__init__()
+        self.state_shape = (2 * self.traces * self.contexts,)
         self.decay = nn.Parameter(torch.logspace(-math.log10(self.horizon), math.log10(0.5), self.traces))
         self.frequency = nn.Parameter(2 * math.pi / torch.logspace(0.5, math.log10(self.horizon), self.contexts))
         self.input, self.input_gate = nn.Linear(size, self.traces), nn.Linear(size, self.traces)
         self.mix = nn.Linear(2 * self.traces * self.contexts, size)
         self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
-
-    def initial_state(self, batch):
-        return self.decay.new_zeros(batch, 2 * self.traces * self.contexts)
 
     def enter(self, x):
         modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
@@ -1024,7 +1024,8 @@ Tensor = torch.Tensor
 
 def operator(loop: Callable) -> Callable:
     """The loop as an operator of PyTorch; its first two arguments are [T, B, ...] and [B, S], it returns [T, B, S]."""
-    made = torch.library.custom_op(f"{Path(__file__).stem}::{loop.__name__}", loop, mutates_args=())
+    name = f"leanrl::{loop.__name__}_{__name__.replace('.', '_')}"
+    made = torch.library.custom_op(name, loop, mutates_args=())
     made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
 
     def run(*inputs: Tensor) -> Tensor:
@@ -1133,13 +1134,8 @@ class LSTMLoop(torch.autograd.Function):
         keep, state, gates, weight, states = ctx.saved_tensors
         output, cell = (keep * torch.cat([state[None], states[:-1]])).chunk(2, -1)
         i, f, g, o = (gates + output @ weight.mT).chunk(4, -1)
-        i, f, g, o, tanh = (
-            torch.sigmoid(i),
-            torch.sigmoid(f),
-            torch.tanh(g),
-            torch.sigmoid(o),
-            torch.tanh(states.chunk(2, -1)[1]),
-        )
+        i, f, o = (torch.sigmoid(gate) for gate in (i, f, o))
+        g, tanh = torch.tanh(g), torch.tanh(states.chunk(2, -1)[1])
         factors = torch.cat([g * i * (1 - i), cell * f * (1 - f), i * (1 - g.square()), tanh * o * (1 - o)], -1)
         gradient = lstm_gradients(keep, torch.zeros_like(state), outer, factors, f, o * (1 - tanh.square()), weight)
         to_output, to_cell = gradient.chunk(2, -1)
@@ -1371,7 +1367,20 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.return_moments = nn.Buffer(torch.tensor([0.0, 1.0], device=device))  # mean and mean square
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
+
+    def return_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of returns: the critic's value is in the one, less the other."""
+        mean, square = self.return_moments.unbind()
+        return mean, (square - mean.square()).clamp(min=1e-4).sqrt()
+
+    def learn_scale(self, returns: torch.Tensor, valid: torch.Tensor) -> None:
+        """Follows the moments of the returns of rollouts (Yu et al. 2022, section 3.1); [T, N], [T, N]."""
+        if self.args.norm_value:
+            powers = (torch.where(valid > 0, power, 0) for power in (returns, returns.square()))
+            moments = torch.stack([power.sum() for power in powers]) / valid.sum().clamp(min=1)
+            self.return_moments.lerp_(moments, 0.1)
 
     def policy_and_value(self, network, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
         """What the network says of consecutive steps; see there."""
@@ -1409,14 +1418,19 @@ class CompiledMemoryPPOAgent(nn.Module):
         in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
-        log_prob, _, value = self.evaluate(self.network, self.batch | {"state": self.first_state})
+        log_prob, _, own_value = self.evaluate(self.network, self.batch | {"state": self.first_state})
         (_, x), (_, reset) = self.seen
         _, _, last_value, _ = self.policy_and_value(self.network, x, self.state, reset)
-        next_value = torch.cat([value[1:], last_value[None]])
+        mean, deviation = self.return_scale()
+        values = mean + deviation * torch.cat([own_value, last_value[None]])
+        value, next_value = values[:-1], values[1:]
         error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         decay = args.gamma * args.gae_lambda * (1 - torch.maximum(rollout["terminated"], rollout["truncated"]))
-        advantage = linear_recurrence(decay, error, torch.zeros_like(value[0]), reverse=True)
-        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
+        advantage = linear_recurrence(decay, error, torch.zeros_like(last_value), reverse=True)
+        self.learn_scale(advantage + value, rollout["valid"])
+        mean, deviation = self.return_scale()
+        estimates = {"log_prob": log_prob, "value": own_value}
+        estimates |= {"advantage": advantage, "return": (advantage + value - mean) / deviation}
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate)
         order = torch.rand(args.update_epochs, args.num_envs, device=self.device).argsort(1)
@@ -1473,9 +1487,9 @@ class CompiledMemoryPPOAgent(nn.Module):
 
 @torch.no_grad()
 def main(args: Args) -> None:
-    check_args(args)
-    if args.num_envs % args.num_minibatches:
+    if args.num_minibatches > 0 < args.num_envs and args.num_envs % args.num_minibatches:
         fail("num_minibatches", args.num_minibatches, f"must divide --num-envs {args.num_envs}")
+    check_args(args)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -1507,7 +1521,8 @@ def main(args: Args) -> None:
         if args.compile or args.cudagraphs:
             warm_up([update, prepare, choose], agent, run)
 
-        envs.begin(run.global_step)
+        if run.global_step:
+            envs.begin(run.global_step)
         numbers = np.arange(args.num_envs)
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:

@@ -61,7 +61,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, or in the Atari scripts EnvPool's"""
+    """id of the environment: Gymnasium's, in the Atari scripts EnvPool's, in those with a memory also module:Id"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 1

@@ -64,6 +64,8 @@ def flat(module):
 
 def compile_as_main_does(step, **more):
     torch.compiler.reset()
+    if recurrence := getattr(importlib.import_module(step.__module__), "linear_recurrence", None):
+        torch.compiler.allow_in_graph(recurrence)
     options = {"fallback_random": True, "cpp_wrapper": True, "cpp.vec_isa_ok": True, "size_asserts": False}
     options["guard_filter_fn"] = lambda guards: ["_due" in guard.name for guard in guards]
     return torch.compile(step, fullgraph=True, options=options | more)

@@ -21,7 +21,7 @@ def a_result(task: str, cell: str, seed: int, reached: float) -> dict:
     arguments["hide_velocities"] = "--hide-velocities" in TASKS[task].flags
     versions = {"torch": "2.13.0", "python": "3.11.7"}
     about = {"device_name": "A Processor", "threads": 1, "versions": versions}
-    return {"arguments": arguments, "return_last_100": reached} | about
+    return {"script": TASKS[task].script, "arguments": arguments, "return_last_100": reached} | about
 
 
 @pytest.fixture

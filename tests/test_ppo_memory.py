@@ -145,6 +145,7 @@ UNSEEN = {
 for name, space in (SEEN | UNSEEN).items():
     gym.register(f"Shows-{name.replace(' ', '-')}-v0", functools.partial(Samples, space), disable_env_checker=True)
 gym.register("Echo-v0", Echo)
+gym.register("Wanting-v0", lambda what_it_wants: Echo())
 
 
 def same_step(num_envs):
@@ -157,13 +158,13 @@ gym.register("SameStep-v0", vector_entry_point=same_step)
 
 @pytest.mark.parametrize("name", SEEN)
 def test_observations_are_encoded_as_gymnasium_flattens_them(name):
-    """Through a vector environment, too: what each of its environments has shown, in turn."""
+    """Through a vector environment, too: what each of its environments has shown, in turn; but bytes are over 255."""
     envs = environments_of(f"Shows-{name.replace(' ', '-')}-v0", seed=3)
     envs.begin(0)
     for _ in range(9):
         shown = [gym.spaces.flatten(SEEN[name], env.unwrapped.seen[-1]) for env in envs.envs.envs]
         encoded = envs.inputs[:, :-3]  # then two actions, and whether an episode begins
-        np.testing.assert_array_equal(encoded, np.stack(shown).astype(np.float32))
+        np.testing.assert_array_equal(encoded, np.stack(shown).astype(np.float32) / (255 if name == "bytes" else 1))
         assert encoded.dtype == np.float32
         envs.step(np.zeros(3, np.float32))
     assert len(np.unique(encoded)) > 1
@@ -290,8 +291,9 @@ def refused(tmp_path, monkeypatch, capsys):
 REFUSED = {  # environments, and what is said of them
     "CartPole-v7": "no such environment; nearest names: CartPole-v1",
     "benchmarks.tmaze:TMaze17-v0": "nearest names:",
-    "no_such_module:Maze-v0": "no such environment; nearest names:",
-    "popgym-RepeatFirstEasiest-v0": "no such environment; nearest names:",
+    "benchmarks.cards:RepeatFirstEasiest-v0": "no such environment; nearest names: RepeatFirstEasy-v0",
+    "no_such_module:Maze-v0": "it can't be made (No module named 'no_such_module'",
+    "Wanting-v0": "it can't be made (",
     "MultiDiscreteActionDiscrete-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "MultiBinaryActionDiscrete-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "UnboundedActionContinuous-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
@@ -376,8 +378,12 @@ def prepare(agent, envs, step=None):
 
 
 def hand_over(eager, compiled):
-    """Gives the compiled agent the weights, the rollout and the states of the eager one; both optimisers begin anew."""
+    """Gives the compiled agent the weights, the rollout, the states and the scale of returns of the eager one.
+
+    Both optimisers begin anew.
+    """
     compiled.network.copy_(flat(eager.network))
+    compiled.return_moments.copy_(eager.return_moments)
     for name, array in compiled.rollout.arrays.items():
         array[:] = eager.rollout.arrays[name]
     compiled.state.copy_(eager.state)
@@ -385,6 +391,9 @@ def hand_over(eager, compiled):
     eager.optimizer.state.clear()
     new = ppo_memory_torchcompile.Adam(compiled.network, eager.args.learning_rate, compiled.optimizer.eps)
     compiled.optimizer.load_state_dict(new.state_dict())
+
+
+MOMENTS = torch.tensor([0.7, 0.7**2 + 1.5**2])  # of returns of 0.7 ± 1.5
 
 
 def pair(cell="lru", kind="Discrete", **arguments):
@@ -397,6 +406,7 @@ def pair(cell="lru", kind="Discrete", **arguments):
     eager, compiled = (make_agent(script, envs, cell=cell, **arguments) for script in CLASSES)
     for _ in range(2):
         play(eager, envs)
+    eager.return_moments.copy_(MOMENTS)
     hand_over(eager, compiled)
     assert eager.rollout.arrays["reset"].any() and 0 < eager.rollout.arrays["valid"].mean() < 1
     return eager, compiled, envs
@@ -509,6 +519,7 @@ def scripted_pair(**arguments):
         longer = torch.cat([tensors["input"], torch.as_tensor(envs.inputs)[None]])
         *_, values, _ = eager.network(longer, eager.first_state, torch.cat([tensors["reset"], after[None]]))
     arrays["log_prob"][:], arrays["value"][:] = log_prob, value
+    eager.return_moments.copy_(MOMENTS)
     hand_over(eager, compiled)
     return eager, compiled, envs, values
 
@@ -527,11 +538,13 @@ def brute_force_advantages(rewards, values, terminated, truncated, gamma, lam):
     return advantages
 
 
+@pytest.mark.parametrize("norm_value", [True, False])
 @pytest.mark.parametrize("cell", ["lru", "lstm", "stack"])
-def test_advantages_of_every_pattern_of_ends(cell):
-    eager, compiled, envs, values = scripted_pair(cell=cell)
+def test_advantages_of_every_pattern_of_ends(cell, norm_value):
+    """The critic's values are returns less a mean, over a deviation, which follow those of the rollout's returns."""
+    eager, compiled, envs, values = scripted_pair(cell=cell, norm_value=norm_value)
     rollout = eager.rollout.tensors
-    columns = [rollout["reward"], values, rollout["terminated"], rollout["truncated"]]
+    columns = [rollout["reward"], 0.7 + 1.5 * values, rollout["terminated"], rollout["truncated"]]
     columns = [column.T.tolist() for column in columns]
     expected = torch.tensor([brute_force_advantages(*row, 0.99, 0.95) for row in zip(*columns, strict=True)]).T
     valid = rollout["valid"] > 0
@@ -539,8 +552,12 @@ def test_advantages_of_every_pattern_of_ends(cell):
     for agent in (eager, compiled):
         prepare(agent, envs)
         torch.testing.assert_close(agent.batch["advantage"][valid], expected[valid], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(agent.batch["return"], agent.batch["advantage"] + agent.batch["value"])
         torch.testing.assert_close(agent.batch["value"], values[:-1], rtol=1e-4, atol=1e-5)
+        returns = (expected + 0.7 + 1.5 * values[:-1])[valid]
+        moments = MOMENTS + norm_value * 0.1 * (torch.stack([returns.mean(), (returns**2).mean()]) - MOMENTS)
+        torch.testing.assert_close(agent.return_moments, moments, rtol=1e-4, atol=1e-5)
+        mean, deviation = moments[0], (moments[1] - moments[0] ** 2).sqrt()
+        torch.testing.assert_close(agent.batch["return"][valid], (returns - mean) / deviation, rtol=1e-4, atol=1e-4)
 
 
 # ---- Loss ----
@@ -623,11 +640,14 @@ def test_what_stands_in_masked_rows_makes_no_difference(cell, kind):
             other_loss, other_logged, other_gradient = loss_and_gradient(agent, batch)
             assert torch.equal(other_loss, loss) and torch.equal(other_gradient, gradient), size
             assert all(torch.equal(other_logged[name], logged[name]) for name in logged)
+        agent.return_moments.copy_(MOMENTS)
         prepare(agent, envs)
-        before = agent.batch["advantage"].clone()
+        before, moments = agent.batch["advantage"].clone(), agent.return_moments.clone()
         agent.rollout.arrays["reward"][masked.numpy()] = 1e6
+        agent.return_moments.copy_(MOMENTS)
         prepare(agent, envs)
         assert torch.equal(agent.batch["advantage"][~masked], before[~masked])
+        assert torch.equal(agent.return_moments, moments)
 
 
 @each_script
@@ -677,7 +697,7 @@ def assert_same_phases(eager, compiled, envs, prepare_step=None, update=None):
 
 
 OPTIONS = (
-    {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 1e6},
+    {"norm_adv": False, "norm_value": False, "clip_vloss": False, "max_grad_norm": 1e6},
     {"clip_coef": 1e-3, "max_grad_norm": 0.01},
     {"num_envs": 1, "num_minibatches": 1, "num_steps": 24},
 )
