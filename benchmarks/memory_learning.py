@@ -47,15 +47,16 @@ class Task:
 
 MAZE = "benchmarks.tmaze:TMaze"
 TASKS = {
-    "T-maze 10": Task(f"{MAZE}10-v0", 200_000, "", 1, 0.5),
-    "T-maze 30": Task(f"{MAZE}30-v0", 400_000, "", 1, 0.5),
-    "T-maze 100": Task(f"{MAZE}100-v0", 1_000_000, "--num-steps 256 --num-minibatches 8", 1, 0.5),
-    "T-maze 300": Task(f"{MAZE}300-v0", 2_000_000, "--num-steps 512 --num-minibatches 16", 1, 0.5),
-    "T-maze 1000": Task(f"{MAZE}1000-v0", 4_000_000, "--num-steps 2048 --num-minibatches 16", 1, 0.5),
-    "RepeatFirst": Task("benchmarks.cards:RepeatFirstEasy-v0", 400_000, "", 1, -0.5),
-    "RepeatPrevious": Task("benchmarks.cards:RepeatPreviousEasy-v0", 2_000_000, "", 1, -0.5, FEW),
+    "T-maze 10": Task(f"{MAZE}10-v0", 100_000, "", 1, 0.5),
+    "T-maze 30": Task(f"{MAZE}30-v0", 200_000, "", 1, 0.5),
+    "T-maze 100": Task(f"{MAZE}100-v0", 500_000, "--num-steps 256 --num-minibatches 8", 1, 0.5),
+    "T-maze 300": Task(f"{MAZE}300-v0", 1_000_000, "--num-steps 512 --num-minibatches 16", 1, 0.5),
+    "T-maze 1000": Task(f"{MAZE}1000-v0", 2_000_000, "--num-steps 2048 --num-minibatches 16", 1, 0.5),
+    "RepeatFirst": Task("benchmarks.cards:RepeatFirstEasy-v0", 600_000, "", 1, -0.5),
+    "RepeatPrevious": Task("benchmarks.cards:RepeatPreviousEasy-v0", 1_000_000, "", 1, -0.5, FEW),
     "CartPole without velocities": Task("CartPole-v1", 500_000, "--hide-velocities", 500, None, FEW),
     "MiniGrid-MemoryS7": Task("MiniGrid-MemoryS7-v0", 2_000_000, "", 0.98, 0.5, FEW),
+    "T-maze 30, DQN": Task(f"{MAZE}30-v0", 200_000, "", 1, 0.5, FEW, DQN),
 }
 
 
@@ -109,7 +110,7 @@ def draw(args: Args) -> None:
     found = returns(args.results)
     if not found:
         fail(f"--plot: there are no results in {args.results}")
-    others = [name for name in TASKS if not name.startswith("T-maze")]
+    others = [name for name in TASKS if name not in [f"T-maze {length}" for length in LENGTHS]]
     figure = Figure(figsize=(6 + 3 * len(others), 4.5), layout="constrained")
     grid = figure.add_gridspec(1, 2 + len(others))
     axes = figure.add_subplot(grid[:2])

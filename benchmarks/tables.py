@@ -73,13 +73,19 @@ def machine(result: dict) -> str:
 
 
 def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) -> list[tuple[Path, dict]]:
-    """The newest result of a kind, of those that are meant, for each machine, CPUs first."""
-    found = {}
+    """The newest result of a kind, of those that are meant, for each machine, CPUs first.
+
+    Of speed and warm-up it is the newest for each script there: an older one keeps the runs that no newer one has.
+    """
+    found, covered = [], set()
     loaded = [(path, load(path)) for path in sorted(results.glob(f"{kind}_*.json"))]
-    for path, result in sorted(loaded, key=lambda pair: pair[1]["started"]):
-        if result["runs"] and is_meant(result):
-            found[machine(result)] = (path, result)
-    return sorted(found.values(), key=lambda pair: (pair[1]["device"] != "cpu", machine(pair[1])))
+    for path, result in sorted(loaded, key=lambda pair: pair[1]["started"], reverse=True):
+        if is_meant(result):
+            keys = [(machine(result), kind in ("speed", "warmup") and run["script"]) for run in result["runs"]]
+            runs = [run for run, key in zip(result["runs"], keys, strict=True) if key not in covered]
+            covered.update(keys)
+            found += [(path, result | {"runs": runs})] if runs else []
+    return sorted(found, key=lambda pair: (pair[1]["device"] != "cpu", machine(pair[1]), pair[1]["started"]))
 
 
 def learning_results(results: Path) -> dict[tuple, list[dict]]:
@@ -119,10 +125,14 @@ def footer(path: Path, results: Path, result: dict) -> str:
 def scripts_table(results: Path) -> str:
     """What each script reached on its own task in its longest runs, and how fast, eager and compiled."""
     header = ["algorithm", "eager: read this first", "compiled: run this", "task", "return", "at steps", "seeds"]
-    by_age = sorted((result for _, result in newest(results, "speed")), key=lambda result: result["started"])
-    latest = {result["device"]: result for result in by_age}  # there may be several machines of a kind
-    learned, devices = learning_results(results), sorted(latest)
-    speeds = [summarise(latest[device]["runs"]) for device in devices]
+    latest = {}  # of several machines of a kind
+    for _, result in sorted(newest(results, "speed"), key=lambda pair: pair[1]["started"]):
+        own = {}
+        for line in summarise(result["runs"]):
+            if line["runs"]:
+                own.setdefault((result["device"], line["script"]), {})[line["variant"]] = line
+        latest |= own
+    learned, devices = learning_results(results), sorted({device for device, _ in latest})
     rows = []
     for script, title in ALGORITHMS.items():
         task = re.search(r'env_id: str = "(.+)"', (SCRIPTS / f"{script}.py").read_text())[1]
@@ -135,8 +145,8 @@ def scripts_table(results: Path) -> str:
         steps, seeds, group = max(groups, key=lambda each: each[:2], default=(0, 0, []))
         reached = mean_and_deviation([result["return_last_100"] for result in group]) if group else ""
         rows[-1] += [reached, f"{steps:,}" if group else "", str(seeds) if group else ""]
-        for lines in speeds:
-            own = {line["variant"]: line for line in lines if line["script"] == script and line["runs"]}
+        for device in devices:
+            own = latest.get((device, script), {})
             others = [line for variant, line in own.items() if variant != "eager"]
             fastest = max(others, key=lambda line: line["fps"], default=None)
             rows[-1] += [show(line["fps"], 0) if line else "" for line in (own.get("eager"), fastest)]

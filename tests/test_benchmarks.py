@@ -284,13 +284,23 @@ def test_check_catches_a_stale_table(readme, results):
         tables.main(check)
 
 
-def test_newest_file_of_each_machine(results):
+def test_newest_file_of_each_machine_and_script(results):
     for name, date, fps, hardware in (("cpu_b", "2026-03-01", 7, {}), ("gpu", "2025-01-01", 9000, {"gpu": "A GPU"})):
         result = made_up_result("speed", [made_up_run("dqn", "eager", 1, fps)], f"{date}T00:00:00+00:00", **hardware)
         (results / f"speed_{name}.json").write_text(json.dumps(result))
     text = tables.speed_table(results)
-    assert "speed_cpu_2026-01-02.json" not in text and text.index("speed_cpu_b.json") < text.index("speed_gpu.json")
-    assert "A GPU (A Processor, 2 cores)" in text and "| 9,000 |" in text
+    names = ("speed_cpu_2026-01-02.json", "speed_cpu_b.json", "speed_gpu.json")
+    assert sorted(names, key=text.index) == list(names), "an older one keeps the script that the newer one lacks"
+    old, new, gpu = (part.split("From [")[0] for part in text.split("| script |")[1:])
+    assert "| `sac_continuous_action` | compile" in old and "`dqn`" not in old and "| `dqn` | eager |" in new
+    assert "A GPU (A Processor, 2 cores)" in text and "| 9,000 |" in gpu
+    (row,) = [line for line in tables.scripts_table(results).splitlines() if "leanrl/dqn.py" in line]
+    assert row.endswith("| 7 |  | 9,000 |  |")
+    result = made_up_result("speed", RUNS, "2026-04-01T00:00:00+00:00")
+    (results / "speed_cpu_c.json").write_text(json.dumps(result))
+    text = tables.speed_table(results)
+    assert "speed_cpu_c.json" in text and "speed_gpu.json" in text
+    assert "speed_cpu_b.json" not in text and "speed_cpu_2026-01-02.json" not in text
 
 
 def test_warmup_table(results):

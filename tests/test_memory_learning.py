@@ -76,7 +76,7 @@ def test_means_over_episodes():
 
 def test_the_table(results):
     table = tables.memory_table(results)
-    assert "| T-maze 10 | 200,000 | 0.5 | 1 | 0.65 ± 0.07 | 1.00 ± 0.00 |" in table
+    assert "| T-maze 10 | 100,000 | 0.5 | 1 | 0.65 ± 0.07 | 1.00 ± 0.00 |" in table
     assert "`none` | `lru` |" in table and "CartPole" not in table
     assert "From the 12 files" in table and "2 seeds" in table and "A Processor" in table
     assert tables.memory_table(results.parent) == "No results yet: `python benchmarks/memory_learning.py` makes them."
