@@ -7,9 +7,10 @@
 
 An agent acts as its checkpoint.pt has it, without exploration and with frozen normalisation, on the CPU. Episodes begin
 with seeds of their own, the same for every run; a return is the environment's own. An Atari game is played whole, with
-its own score; each life begins as in training, for an agent has not learned to press FIRE there. Every episode becomes
-a line of RUN/eval.jsonl: `env_id`, `trained_on`, `global_step` of the checkpoint, `seed`, `return`, `length`,
-`terminated`. --video needs requirements/requirements-video.txt.
+its own score; each life begins as in training, for an agent has not learned to press FIRE there. An agent with a memory
+keeps it for an episode; it is neither filmed, nor exported, nor compiled. An episode becomes a line of RUN/eval.jsonl:
+`env_id`, `trained_on`, `global_step` of the checkpoint, `seed`, `return`, `length`, `terminated`. --video needs
+requirements/requirements-video.txt.
 """
 
 import contextlib
@@ -114,6 +115,23 @@ class NormalizedPolicy(nn.Module):
         return mean.clamp(self.low, self.high)
 
 
+class MemoryPolicy(nn.Module):
+    """The action of the highest value, the most probable one, or the mean one, clipped to the bounds; [B] or [B, A].
+
+    Takes consecutive inputs of an agent with a memory, [B, inputs], the last of which says whether an episode begins.
+    """
+
+    def __init__(self, network: nn.Module, space: gym.Space, parts: Mapping):
+        super().__init__()
+        self.network, self.space, self.state = network, space, network.cell.initial_state(1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output, *_, self.state = self.network(inputs, self.state, inputs[:, -1])
+        if isinstance(self.space, gym.spaces.Discrete):
+            return output.argmax(1)
+        return output.clamp(torch.as_tensor(self.space.low), torch.as_tensor(self.space.high))
+
+
 POLICIES = {  # algorithm: its network, the agent's name for it, and the policy that it makes
     "sac_continuous_action": ("GaussianActor", "actor", ScaledPolicy),
     "td3_continuous_action": ("DeterministicActor", "actor", ScaledPolicy),
@@ -121,6 +139,8 @@ POLICIES = {  # algorithm: its network, the agent's name for it, and the policy 
     "ppo": ("CategoricalActorCritic", "network", GreedyPolicy),
     "ppo_continuous_action": ("GaussianActorCritic", "network", NormalizedPolicy),
     "ppo_atari_envpool": ("AtariActorCritic", "network", GreedyPolicy),
+    "ppo_memory": ("RecurrentActorCritic", "network", MemoryPolicy),
+    "dqn_memory": ("RecurrentQNetwork", "q_network", MemoryPolicy),
 }
 
 
@@ -130,7 +150,11 @@ def make_policy(module: ModuleType, env: gym.Env, parts: Mapping) -> nn.Module:
     space, agent = env.action_space, parts["agent"]
     outputs = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.shape[0]
     inputs = env.observation_space.shape if len(env.observation_space.shape) == 1 else ()  # of images there is one kind
-    network = getattr(module, class_name)(*inputs, outputs)
+    sizes = [*inputs, outputs]
+    if isinstance(env, Remembered):
+        sizes += [env.envs.is_discrete] if class_name == "RecurrentActorCritic" else []
+        sizes += [module.CELLS[env.args.cell](env.args.hidden_size), env.args.hidden_size]
+    network = getattr(module, class_name)(*sizes)
     if name in agent:  # the compiled scripts keep a network as one vector
         own = module.FlatModule(network).split(agent[name])
         state = dict(zip(dict(network.named_parameters()), own, strict=True))
@@ -161,6 +185,24 @@ class Game(gym.Env):
             self.pool.send(np.array([0]))  # whatever the action, this only begins the next life
             observation = self.pool.recv()[0]
         return observation[0], reward, terminated, truncated, {}
+
+
+class Remembered(gym.Env):
+    """One environment as an agent with a memory sees it: its observations are the agent's inputs, [inputs]."""
+
+    def __init__(self, module: ModuleType, args):
+        self.args, self.envs = args, module.Environments(args)
+        self.action_space = self.envs.action_space
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, self.envs.inputs.shape[1:])
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.args.seed = seed
+        self.envs.begin(0)
+        return self.envs.inputs[0], {}
+
+    def step(self, action: int | np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        step = self.envs.step(np.asarray([action]))
+        return self.envs.inputs[0], *(step[name][0] for name in ("reward", "terminated", "truncated")), {}
 
 
 class FireFirst(gym.Wrapper):
@@ -210,8 +252,13 @@ def draw_without_display() -> None:
     os.environ["MUJOCO_GL"] = "disabled"  # else a process without it could not even import mujoco
 
 
-def make_env(module: ModuleType, env_id: str, with_pictures: bool) -> tuple[str, gym.Env]:
-    """The environment and its name, which for an Atari game with pictures is that of its twin."""
+def make_env(module: ModuleType, env_id: str, with_pictures: bool, config: Mapping) -> tuple[str, gym.Env]:
+    """The environment and its name, which for an Atari game with pictures is that of its twin.
+
+    `config` is what the run says of its memory, if it has one.
+    """
+    if config:
+        return env_id, Remembered(module, module.Args(**config, env_id=env_id, num_envs=1))
     if hasattr(module, "make_pool"):
         return (f"ALE/{env_id}", make_twin(f"ALE/{env_id}")) if with_pictures else (env_id, Game(module, env_id))
     (env,) = module.make_environments(module.Args(env_id=env_id, num_envs=1))
@@ -267,9 +314,24 @@ def read_checkpoint(folder: Path) -> dict:
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
         problem = f"part {damaged}" if damaged else f"of the script {script}" + f", without {missing}" * bool(missing)
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({problem})")
-    if "_memory" in script:
-        fail(f"{folder}: is of {script}.py, whose agents have a memory, which evaluate.py does not know")
     return checkpoint
+
+
+def memory_of(folder: Path, script: str, args: Args) -> dict:
+    """The arguments that an agent's memory has, by the run's config.json; none if it has no memory.
+
+    Ends the program with exit status 2 if they can't be read, or `args` ask for what is not done with a memory.
+    """
+    if not script.removesuffix("_torchcompile").endswith("_memory"):
+        return {}
+    for flag in ("video", "export", "compile"):
+        if getattr(args, flag):
+            fail(f"--{flag}: not of {folder}, whose agent has a memory")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return {name: config[name] for name in ("cell", "hidden_size", "hide_velocities")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"{folder}: its config.json is not that of a run ({error!r:.100})")
 
 
 def load_agent(folder: Path, args: Args) -> Agent:
@@ -282,13 +344,14 @@ def load_agent(folder: Path, args: Args) -> Agent:
     if checkpoint["format"] != module.CHECKPOINT_FORMAT:
         fail(f"{folder}: its checkpoint.pt has format {checkpoint['format']}, not {module.CHECKPOINT_FORMAT}")
     trained_on = checkpoint["env_id"]
-    env_id, env = make_env(module, trained_on, args.video and args.env_id is None)
+    config = memory_of(folder, checkpoint["script"], args)
+    env_id, env = make_env(module, trained_on, args.video and args.env_id is None, config)
     try:
         policy = make_policy(module, env, checkpoint["parts"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint.pt does not fit {checkpoint['script']}.py on {trained_on} ({error!r:.100})")
     if args.env_id is not None:
-        old, (env_id, env) = env, make_env(module, args.env_id, args.video)
+        old, (env_id, env) = env, make_env(module, args.env_id, args.video, config)
         kinds = [(each.observation_space.shape, each.observation_space.dtype, each.action_space) for each in (old, env)]
         if kinds[0] != kinds[1]:
             spaces = [f"{shape} {dtype} observations and {actions}" for shape, dtype, actions in kinds]

@@ -33,6 +33,8 @@ AGENTS = {
     "ppo": "PPOAgent",
     "ppo_continuous_action": "ContinuousPPOAgent",
     "ppo_atari_envpool": "AtariPPOAgent",
+    "ppo_memory": "MemoryPPOAgent",
+    "dqn_memory": "MemoryDQNAgent",
 }
 SCRIPTS = [algorithm + version for algorithm in AGENTS for version in ("", "_torchcompile")]
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -87,6 +89,8 @@ def trained(launch):
         algorithm, agents = script.removesuffix("_torchcompile"), []
         module = importlib.import_module(script)
         flags = {"learning-starts": 100, "buffer-size": 200, "batch-size": 8}
+        if algorithm == "dqn_memory":
+            flags |= {"slice-length": 4, "num-envs": 2}
         if algorithm.startswith("ppo"):
             flags = {"num-steps": 20, "num-minibatches": 2, "update-epochs": 2, "num-envs": 2}
         with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +156,10 @@ def test_returns_are_the_environments_own(script, folder_of):
     if "atari" in script:
         assert sum(row[5] for row in Counting.rows) > sum(line["terminated"] for line in lines), "no game of many lives"
     else:
-        expected = [environments.length_of(environments.key_of(line["seed"]), 0) for line in lines]
+        seeds = [line["seed"] for line in lines]
+        if "memory" in script:  # which has its own way to seed many
+            seeds = [np.random.SeedSequence([seed, 0]).generate_state(1)[0] for seed in seeds]
+        expected = [environments.length_of(environments.key_of(seed), 0) for seed in seeds]
         assert [line["length"] for line in lines] == expected
     env_id = json.loads((folder / "config.json").read_text())["env_id"]
     assert {(line["env_id"], line["trained_on"]) for line in lines} == {(env_id, env_id)}
@@ -207,7 +214,7 @@ def own_outputs(script, agent, observation, monkeypatch):
     return agent.policy(agent.actor, observation.float())[0]
 
 
-@each_script
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if "memory" not in script])
 def test_policy_is_the_agents_own(script, trained, folder_of, monkeypatch):
     agent = evaluate.load_agent(folder_of(script), evaluate.Args(folders=()))
     observation = evaluate.random_observations(agent.env.observation_space, 300)
@@ -220,6 +227,55 @@ def test_policy_is_the_agents_own(script, trained, folder_of, monkeypatch):
             assert torch.equal(actions, expected.argmax(1))
     assert expected.std(0).max() > 1e-3, "it acts alike on all observations"
     torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if "memory" in script])
+def test_policy_remembers_as_the_agent_does(script, trained, folder_of):
+    """Step by step what the agent's sequence model does at a time; nothing is left where an episode begins."""
+    loaded, agent = evaluate.load_agent(folder_of(script), evaluate.Args(folders=())), trained(script).agent
+    policy, space = loaded.policy, loaded.env.action_space
+    ask, network = (agent.policy_and_value, agent.network) if "ppo" in script else (agent.q_values, agent.q_network)
+    inputs = torch.randn(60, 1, *loaded.env.observation_space.shape)
+    inputs[..., -1] = torch.rand(60, 1) < 0.2
+    with torch.no_grad():
+        outputs = ask(network, inputs, torch.zeros_like(agent.state[:1]), inputs[..., -1])[0]
+        actions = torch.stack([policy(row) for row in inputs])
+    is_discrete = isinstance(space, gym.spaces.Discrete)
+    expected = outputs.argmax(-1) if is_discrete else outputs.clamp(*map(torch.as_tensor, (space.low, space.high)))
+    assert expected.float().std() > 1e-3
+    torch.testing.assert_close(actions, expected)
+
+
+def test_a_memorys_mean_action_is_clipped_to_the_bounds():
+    cell = SimpleNamespace(initial_state=lambda batch: torch.zeros(batch, 1))
+    network = torch.nn.Identity()
+    network.forward, network.cell = lambda x, state, reset: (3 * x[:, :2], None, None, state), cell
+    policy = evaluate.MemoryPolicy(network, gym.spaces.Box(np.float32([-1, 0]), np.float32([2, 9])), {})
+    assert policy(torch.tensor([[-1.0, 0.5, 1.0], [1.0, -1.0, 0.0]])).tolist() == [[-1, 1.5], [2, 0]]
+
+
+@pytest.mark.parametrize("flag", [("--video",), ("--export", "policy.pt2"), ("--compile",)])
+def test_what_is_not_done_with_a_memory(folder_of, monkeypatch, capsys, flag):
+    monkeypatch.setattr(evaluate, "check_args", lambda args: None)
+    before = contents(folder := folder_of("ppo_memory"))
+    with pytest.raises(SystemExit) as caught:
+        run(folder, *flag)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and line.startswith(f"error: {flag[0]}: not of ") and contents(folder) == before
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as caught:
+        run(folder)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and "its config.json is not that of a run" in line
+
+
+def test_a_memory_that_learned_a_short_maze_is_scored_in_a_longer_one(launch, tmp_path, capsys):
+    flags = ("--total-timesteps", 256, "--cell", "gru", "--hidden-size", 8, "--num-steps", 4)
+    folder = launch("ppo_memory", *flags, env_id="benchmarks.tmaze:TMaze10-v0").folder
+    run(folder, "--episodes", 2, "--env-id", "benchmarks.tmaze:TMaze30-v0")
+    lines = lines_of(folder)
+    assert [line["length"] for line in lines] == [31, 31] and {line["return"] for line in lines} <= {0.0, 1.0}
+    assert "TMaze30-v0 (trained on benchmarks.tmaze:TMaze10-v0)" in capsys.readouterr().out
 
 
 def test_normalisation_is_frozen(folder_of):
