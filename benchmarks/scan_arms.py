@@ -104,12 +104,15 @@ def run_padded(layer: nn.Module, x: torch.Tensor, reset: torch.Tensor) -> torch.
     length, batch = reset.shape
     begins = reset.bool()
     begins[0] = True
-    first = begins.T.flatten().nonzero().squeeze(1)
+    first = begins.T.flatten().nonzero().squeeze(1)  # of the rows of all sequences, one after the other
     lengths = torch.diff(first, append=first.new_tensor([length * batch]))
-    episodes = x.transpose(0, 1).flatten(0, 1).split(lengths.tolist())
-    outputs = layer(nn.utils.rnn.pad_sequence(episodes))[0]  # [longest, episodes, D]
-    is_there = torch.arange(len(outputs), device=x.device) < lengths[:, None]
-    return outputs.transpose(0, 1)[is_there].view(batch, length, -1).transpose(0, 1)
+    steps = torch.arange(int(lengths.max()), device=x.device)[:, None]
+    is_there = steps < lengths
+    # pad_sequence takes as much memory to differentiate as there are episodes times all their steps
+    rows = (first + steps) * is_there
+    episodes = x.transpose(0, 1).flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+    outputs = layer(episodes * is_there[..., None])[0]  # [longest, episodes, D]
+    return outputs.transpose(0, 1)[is_there.T].view(batch, length, -1).transpose(0, 1)
 
 
 # ---- Models ----
