@@ -252,7 +252,9 @@ def draw_without_display() -> None:
     os.environ["MUJOCO_GL"] = "disabled"  # else a process without it could not even import mujoco
 
 
-def make_env(module: ModuleType, env_id: str, with_pictures: bool, config: Mapping) -> tuple[str, gym.Env]:
+def make_env(
+    module: ModuleType, env_id: str, with_pictures: bool, config: Mapping | None = None
+) -> tuple[str, gym.Env]:
     """The environment and its name, which for an Atari game with pictures is that of its twin.
 
     `config` is what the run says of its memory, if it has one.
