@@ -89,6 +89,16 @@ PLAN = [
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
+    *(  # what other memories learn, and elsewhere, is the plan of memory_learning.py
+        {
+            "script": script,
+            "flags": "--compile",
+            "env_id": "benchmarks.tmaze:TMaze-v0",
+            "steps": 100_000,
+            "seeds": [1, 2, 3],
+        }
+        for script in ("ppo_memory_torchcompile", "dqn_memory_torchcompile")
+    ),
 ]
 # What a line of metrics.jsonl holds besides the losses, and what config.json holds besides the arguments
 NO_LOSS = ("global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate")
