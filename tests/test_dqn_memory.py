@@ -383,6 +383,27 @@ def test_compiled_updates_are_those_of_the_eager_version(cell, backend):
     assert torch.equal(compiled.agent.target_network, compiled.agent.q_network)
 
 
+@pytest.mark.parametrize("cell", CELLS)
+@torch.no_grad()
+def test_compiled_choices_are_those_of_the_eager_step(cell):
+    """One full graph; from the same state and random numbers the same actions, state and rows of the replay."""
+    played, outcomes = Played("dqn_memory_torchcompile", cell=cell), []
+    played.play(7)
+    agent = played.agent
+    state, rows = agent.state.clone(), {name: field.clone() for name, field in agent.buffer.fields.items()}
+    for choose in (agent.choose, torch.compile(agent.choose, fullgraph=True, backend="aot_eager")):
+        agent.state.copy_(state)
+        for name, field in agent.buffer.fields.items():
+            field.copy_(rows[name])
+        agent.buffer.newest.fill_(7)
+        torch.manual_seed(3)
+        choose()
+        outcomes.append([agent.action.clone(), agent.state.clone(), *map(torch.clone, agent.buffer.fields.values())])
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(theirs, ours)
+    assert cell == "none" or not torch.equal(agent.state, state)
+
+
 @each_script
 @torch.no_grad()
 def test_share_of_random_actions(script):
