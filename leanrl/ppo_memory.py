@@ -1116,7 +1116,7 @@ class MemoryPPOAgent(nn.Module):
         return mean, (square - mean.square()).clamp(min=1e-4).sqrt()
 
     def learn_scale(self, returns: torch.Tensor, valid: torch.Tensor) -> None:
-        """Follows the moments of the returns of rollouts (Yu et al. 2022, section 3.1); [T, N], [T, N]."""
+        """Follows the moments of the returns of rollouts (as Yu et al. 2022, section 5.1); [T, N], [T, N]."""
         if self.args.norm_value:
             powers = (torch.where(valid > 0, power, 0) for power in (returns, returns.square()))
             moments = torch.stack([power.sum() for power in powers]) / valid.sum().clamp(min=1)
