@@ -289,7 +289,9 @@ def memory_table(results: Path) -> str:
     machines = sorted({f"{r['device_name']}, {threads(r['threads'])}" for r in made})
     versions = sorted({f"torch {r['versions']['torch']}, Python {r['versions']['python']}" for r in made})
     folder = f"{results.relative_to(results.parent.parent).as_posix()}/memory"
-    seeds = f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{min(counts)} seeds"
+    seeds = (
+        f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{min(counts)} seed{'s' * (min(counts) > 1)}"
+    )
     note = f"Mean ± standard deviation over {seeds} of the mean return of the last 100 training episodes of a run; the"
     note += " returns of agents that forget everything and that remember everything beside it."
     source = f"From the {len(paths)} files in [`{folder}/`]({folder})"
