@@ -490,8 +490,8 @@ def make_vector(args: Args, seeds: Sequence[int]):
         gym.logger.min_level = gym.logger.ERROR  # older versions, odd spaces
         return gym.make_vec(args.env_id, num_envs=args.num_envs)
     except (gym.error.Error, ImportError, ValueError, AttributeError, TypeError, RuntimeError, OSError) as error:
-        problem = "it can't be made"
-        if isinstance(error, gym.error.UnregisteredEnv):
+        problem, is_missing = "it can't be made", bool(getattr(error, "name", None))  # a package that it needs
+        if isinstance(error, gym.error.Error | ImportError) and args.env_id not in known and not is_missing:
             nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
             problem = f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")

@@ -472,8 +472,8 @@ def make_vector(args: Args, seeds: Sequence[int]):
         gym.logger.min_level = gym.logger.ERROR  # older versions, odd spaces
         return gym.make_vec(args.env_id, num_envs=args.num_envs)
     except (gym.error.Error, ImportError, ValueError, AttributeError, TypeError, RuntimeError, OSError) as error:
-        problem = "it can't be made"
-        if isinstance(error, gym.error.UnregisteredEnv):
+        problem, is_missing = "it can't be made", bool(getattr(error, "name", None))  # a package that it needs
+        if isinstance(error, gym.error.Error | ImportError) and args.env_id not in known and not is_missing:
             nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
             problem = f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
@@ -1214,9 +1214,9 @@ class MemoryPPOAgent(nn.Module):
 
 
 def main(args: Args) -> None:
-    if args.num_minibatches > 0 < args.num_envs and args.num_envs % args.num_minibatches:
-        fail("num_minibatches", args.num_minibatches, f"must divide --num-envs {args.num_envs}")
     check_args(args)
+    if args.num_envs % args.num_minibatches:
+        fail("num_minibatches", args.num_minibatches, f"must divide --num-envs {args.num_envs}")
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

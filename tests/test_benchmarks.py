@@ -488,8 +488,8 @@ def test_run_skips_what_has_a_result(results, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         f"{len(jobs)} jobs, {len(jobs) - 1} of which have a result already",
-        "python leanrl/td3_continuous_action_torchcompile.py --compile --env-id HalfCheetah-v4 "
-        "--total-timesteps 250000 --seed 1",
+        "python leanrl/dqn_memory_torchcompile.py --compile --env-id benchmarks.tmaze:TMaze-v0 "
+        "--total-timesteps 100000 --seed 3",
     ]
 
 

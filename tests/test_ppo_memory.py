@@ -292,7 +292,7 @@ REFUSED = {  # environments, and what is said of them
     "CartPole-v7": "no such environment; nearest names: CartPole-v1",
     "benchmarks.tmaze:TMaze17-v0": "nearest names:",
     "benchmarks.cards:RepeatFirstEasiest-v0": "no such environment; nearest names: RepeatFirstEasy-v0",
-    "no_such_module:Maze-v0": "it can't be made (No module named 'no_such_module'",
+    "no_such_module:Maze-v0": "no such environment; nearest names:",
     "Wanting-v0": "it can't be made (",
     "MultiDiscreteActionDiscrete-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "MultiBinaryActionDiscrete-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
