@@ -40,7 +40,8 @@ def kind(cards: np.ndarray, kinds: int) -> np.ndarray:
 class VectorCards(gym.vector.VectorEnv):
     """Tables side by side. All episodes are of one length, so that one `turn` counts for all.
 
-    A game has its two `single_…_space`s and `play`.
+    A game has its two `single_…_space`s and `play`, which shuffles and returns an episode's observations,
+    [cards, N, ...], and the right answers or NOT_ASKED, [cards, N].
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012, as gym.vector.VectorEnv has it
@@ -53,10 +54,6 @@ class VectorCards(gym.vector.VectorEnv):
     def shuffle(self) -> np.ndarray:
         """The numbers of the cards in the order in which they will be dealt, [cards, N]."""
         return self.np_random.permuted(np.tile(np.arange(self.cards)[:, None], self.num_envs), axis=0)
-
-    def play(self) -> tuple[np.ndarray, np.ndarray]:
-        """Shuffles; an episode's observations, [cards, N, ...], and the right answers or NOT_ASKED, [cards, N]."""
-        raise NotImplementedError
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -282,7 +282,7 @@ def jax_call(model: Model, trains: bool) -> Callable[[], list]:
         if model.name == "mingru":
             gate = jax.nn.sigmoid(linear(given, "gate", x))
             return recurrence((1 - gate) * kept, gate * linear(given, "candidate", x), zeros)
-        modulus = jnp.exp(-0.001 - jnp.exp(given["log_decay"]))
+        modulus = 0.999 * jnp.exp(-jnp.exp(given["log_decay"]))
         real, imaginary = jnp.split(linear(given, "input", x), 2, -1)
         entering = jnp.sqrt(1 - modulus**2) * jax.lax.complex(real, imaginary)
         states = recurrence(modulus * jnp.exp(1j * given["phase"]) * kept, entering, zeros)

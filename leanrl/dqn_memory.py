@@ -797,21 +797,17 @@ def linear_recurrence(
 
 # ---- Cells ----
 class Cell(nn.Module):
-    """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero."""
+    """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero.
+
+    Each has its own `step`, to act: [B, size], [B, *state_shape], [B] -> [B, size], [B, *state_shape]; and `forward`,
+    over consecutive steps, to learn: [T, B, size], [B, *state_shape], [T, B] -> [T, B, size], [B, *state_shape].
+    """
 
     state_shape: tuple[int, ...]
 
     def initial_state(self, batch: int) -> torch.Tensor:
         """[batch, *state_shape]."""
         return next(self.parameters()).new_zeros(batch, *self.state_shape)
-
-    def step(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step, to act: [B, size], [B, ...], [B] -> [B, size], [B, ...]."""
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Consecutive steps, to learn: [T, B, size], [B, ...], [T, B] -> [T, B, size], [B, ...]."""
-        raise NotImplementedError
 
 
 def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
@@ -959,7 +955,7 @@ class LRU(LinearCell):
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
     def enter(self, x):
-        modulus = (-0.001 - self.log_decay.exp()).exp()
+        modulus = 0.999 * (-self.log_decay.exp()).exp()
         factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
         return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
 

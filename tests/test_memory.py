@@ -180,3 +180,15 @@ def test_looped_cells_are_pytorchs(name, steps):
         results.append([*outputs, *torch.autograd.grad(outputs, [*inputs, *each.parameters()], cotangents)])
     for expected, result in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+
+
+def test_the_longest_memories_of_an_lru_go_on_learning():
+    """Its factors stay below 0.999 in size, and the bound ends no gradient."""
+    cell = CELLS["lru"](8).double()
+    with torch.no_grad():
+        cell.log_decay.copy_(torch.linspace(-9, 0, 8))
+    factor, _ = cell.enter(torch.randn(2, 8, dtype=torch.float64))
+    modulus = torch.hypot(*factor.chunk(2))
+    assert modulus[0] > 0.998 and (modulus <= 0.999).all() and modulus[-1] < 0.4
+    modulus.sum().backward()
+    assert (cell.log_decay.grad < 0).all(), "a slower decay is a larger factor, for each of them"
