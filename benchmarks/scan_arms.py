@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib
 import itertools
+import math
 import os
 import re
 import statistics
@@ -282,7 +283,7 @@ def jax_call(model: Model, trains: bool) -> Callable[[], list]:
         if model.name == "mingru":
             gate = jax.nn.sigmoid(linear(given, "gate", x))
             return recurrence((1 - gate) * kept, gate * linear(given, "candidate", x), zeros)
-        modulus = 0.999 * jnp.exp(-jnp.exp(given["log_decay"]))
+        modulus = jnp.exp(math.log(0.999) - jnp.exp(given["log_decay"]))
         real, imaginary = jnp.split(linear(given, "input", x), 2, -1)
         entering = jnp.sqrt(1 - modulus**2) * jax.lax.complex(real, imaginary)
         states = recurrence(modulus * jnp.exp(1j * given["phase"]) * kept, entering, zeros)

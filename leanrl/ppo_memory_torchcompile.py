@@ -947,7 +947,7 @@ class LRU(LinearCell):
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
     def enter(self, x):
-        modulus = 0.999 * (-self.log_decay.exp()).exp()
+        modulus = (math.log(0.999) - self.log_decay.exp()).exp()
         factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
         return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
 
