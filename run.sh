@@ -71,7 +71,7 @@ python_version() { "$1" -c 'import sys; print("python%d.%d" % sys.version_info[:
 # Prints the kinds of requirements up to $1: each holds those before it.
 kinds_up_to() {
     local kind
-    for kind in core envpool bench dev; do
+    for kind in core envpool ray bench dev; do
         echo "$kind"
         [[ $kind != "$1" ]] || return 0
     done
@@ -170,7 +170,16 @@ script_name() {
 }
 
 # Prints which requirements the script $1 has.
-script_kind() { grep -q '^import envpool' "$root/leanrl/$1.py" && echo envpool || echo core; }
+script_kind() {
+    local path="$root/leanrl/$1.py"
+    if grep -q '^ *import ray$' "$path"; then
+        echo ray
+    elif grep -q '^import envpool' "$path"; then
+        echo envpool
+    else
+        echo core
+    fi
+}
 
 # Prints the flags of the fastest variant that this machine can run. torch.compile builds C++ against Python's headers.
 variant_flags() {

@@ -39,6 +39,7 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "ppo_atari_envpool": "PPO, Atari",
     "ppo_memory": "PPO, memory",
     "dqn_memory": "DQN, memory",
+    "impala_ray": "IMPALA, Ray actors",
 }
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000"]
 COLUMNS = 3  # of panels

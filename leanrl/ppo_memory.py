@@ -61,7 +61,7 @@ class Args:
     seed: int = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's, in the Atari scripts EnvPool's, in those with a memory also module:Id"""
+    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
     total_timesteps: int = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: int = 16
@@ -141,18 +141,20 @@ def check_args(args: Args) -> None:
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
         (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
-        ("hidden_size slice_length", "must be at least 1", 1, math.inf),
-        ("learning_starts measure_burnin save_every burn_in", "must be at least 0", 0, math.inf),
+        ("hidden_size slice_length fragment_length batch_fragments actor_timeout", "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin save_every burn_in num_actors forced_lag", "must be at least 0", 0, math.inf),
         ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
         ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
         ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
+        ("rho_clip c_clip", "must be finite, at least 0", 0, huge),
         ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
-        ("gamma gae_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("gamma gae_lambda trace_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
         ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
         ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
         ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
         ("num_minibatches", minibatches, 1, rollout // 2),
         ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
+        ("num_actors", "needs the ray package: pip install ray", 0, math.inf if importlib.util.find_spec("ray") else 0),
         ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
     ):
         for name in names.split():
@@ -221,11 +223,12 @@ class Run:
         self.args, self.device = args, device
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
         self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
-        self.returns, self.lengths, self.is_cut = [0.0] * args.num_envs, [0] * args.num_envs, False
+        count = args.num_envs * max(getattr(args, "num_actors", 0), 1)
+        self.returns, self.lengths, self.is_cut = [0.0] * count, [0] * count, False
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         versions = {"python": platform.python_version()}
-        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco"):
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
             versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
         self.about["versions"] = versions
@@ -439,7 +442,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
-        if kind is FloatingPointError:
+        if kind in (FloatingPointError, ChildProcessError):
             sys.exit(f"error: {error}")
 
 

@@ -18,7 +18,8 @@ LOW, HIGH = np.array([-1, 0, -3], np.float32), np.array([2, 0.5, -1], np.float32
 
 def kind_of(script):
     """The kind of these environments that a script can take."""
-    return "Discrete" if script.startswith("dqn") or script.removesuffix("_torchcompile") == "ppo" else "Continuous"
+    is_discrete = script.startswith(("dqn", "impala")) or script.removesuffix("_torchcompile") == "ppo"
+    return "Discrete" if is_discrete else "Continuous"
 
 
 def key_of(seed):

@@ -18,7 +18,8 @@ CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
 DISCRETE = ["dqn", "dqn_torchcompile", "ppo", "ppo_torchcompile"]
 SCRIPTS = CONTINUOUS + DISCRETE  # on Gymnasium's environments, with the spaces that they name
 MEMORY = ["dqn_memory", "dqn_memory_torchcompile", "ppo_memory", "ppo_memory_torchcompile"]
-ALL = [*SCRIPTS, *MEMORY, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
+RAY = ["impala_ray", "impala_ray_torchcompile"]
+ALL = [*SCRIPTS, *MEMORY, *RAY, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
 AT_LEAST_1 = ("at least 1", [0, -1])
@@ -38,6 +39,11 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "update-epochs": AT_LEAST_1,
     "hidden-size": AT_LEAST_1,
     "slice-length": AT_LEAST_1,
+    "fragment-length": AT_LEAST_1,
+    "batch-fragments": AT_LEAST_1,
+    "actor-timeout": AT_LEAST_1,
+    "num-actors": ("at least 0", [-1]),
+    "forced-lag": ("at least 0", [-1]),
     "burn-in": ("at least 0", [-1]),
     "learning-starts": ("at least 0", [-1]),
     "measure-burnin": ("at least 0", [-1]),
@@ -51,12 +57,15 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "target-kl": POSITIVE,
     "ent-coef": NOT_NEGATIVE,
     "vf-coef": NOT_NEGATIVE,
+    "rho-clip": NOT_NEGATIVE,
+    "c-clip": NOT_NEGATIVE,
     "alpha": NOT_NEGATIVE,
     "policy-noise": NOT_NEGATIVE,
     "noise-clip": NOT_NEGATIVE,
     "exploration-noise": NOT_NEGATIVE,
     "gamma": SHARE,
     "gae-lambda": SHARE,
+    "trace-lambda": SHARE,
     "tau": SHARE,
     "start-e": SHARE,
     "end-e": SHARE,
@@ -121,7 +130,7 @@ def test_rollouts_that_do_not_divide(refused, script):
     assert "--total-timesteps 511: must be at least a rollout, num_envs * num_steps = 512" in err
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY])
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
 def test_steps_fit_into_an_integer_of_the_ring(refused, script):
     assert f"--total-timesteps {2**31}: must be below 2**31" in refused(script, "--total-timesteps", 2**31)
 
@@ -163,7 +172,7 @@ def test_not_a_number_and_not_a_flag(refused, script):
     assert "--env-id" in refused(script, "--env-id", lines=None)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY])
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
 @pytest.mark.parametrize(
     "env_id, nearest",
     [
@@ -181,17 +190,17 @@ def test_unknown_environment(refused, script, env_id, nearest):
     assert f"--env-id {env_id}: " in err and nearest in err
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *RAY])
 def test_spaces_that_the_algorithm_cannot_take(refused, script):
-    kind = "Discrete" if script in DISCRETE else "Continuous"
+    kind = environments.kind_of(script)
     for name, (observation_space, action_space) in environments.SPACES.items():
-        if name == "ShiftedAction" and script not in DISCRETE:
+        if name == "ShiftedAction" and kind != "Discrete":
             continue  # refused as every discrete action is
         err = refused(script, "--env-id", f"{name}{kind}-v0")
         assert f"--env-id {name}{kind}-v0: " in err and "must be" in err
         assert ("observations" if action_space is None else "actions") in err
         assert type(action_space or observation_space).__name__ in err
-    other = "Pendulum-v1" if script in DISCRETE else "CartPole-v1"
+    other = "Pendulum-v1" if kind == "Discrete" else "CartPole-v1"
     assert f"--env-id {other}: its actions must be" in refused(script, "--env-id", other)
 
 
@@ -200,6 +209,15 @@ def test_spaces_that_the_algorithm_cannot_take(refused, script):
 def test_actions_that_have_no_values_of_their_own(refused, script, env_id, space):
     err = refused(script, "--env-id", env_id)
     assert f"--env-id {env_id}: its actions must be Discrete" in err and f"not {space}(" in err
+
+
+@pytest.mark.parametrize("script", RAY)
+def test_actors_that_cannot_be(refused, monkeypatch, script):
+    err = refused(script, "--ray-address", "127.0.0.1:1")
+    assert err == "error: --ray-address 127.0.0.1:1: needs --num-actors of at least 1\n"
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find_spec(name, *a))
+    assert "--num-actors 2: needs the ray package: pip install ray" in refused(script, "--num-actors", 2)
 
 
 @pytest.mark.parametrize("script", [script for script in ALL if script.endswith("_torchcompile")])

@@ -109,7 +109,7 @@ def test_constraints_hold_what_the_requirements_need():
     pinned = pins()
     todo = [
         Requirement(line)
-        for name in ("", "-envpool", "-bench", "-memory", "-dev")
+        for name in ("", "-envpool", "-ray", "-bench", "-memory", "-dev")
         for line in requirement_lines(ROOT / "requirements" / f"requirements{name}.txt")
     ]
     seen = set()

@@ -28,7 +28,7 @@ LOSSES = {
     "ppo": {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction"},
 }
 LOSSES |= {"ppo_continuous_action": LOSSES["ppo"], "dqn_memory": LOSSES["dqn"], "ppo_memory": LOSSES["ppo"]}
-VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco"}
+VERSIONS = {"python", "torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"}
 SUMMARY = {
     "script", "variant", "env_id", "seed", "global_step", "updates", "fps", "fps_window", "warmup_seconds",
     "wall_seconds", "episodes", "episode_return", "resumed_at", "device", "device_name", "threads", "peak_memory_bytes",

@@ -50,6 +50,7 @@ class Copy:
         (self.root / "leanrl").mkdir()
         (self.root / "leanrl" / "dqn.py").write_text("")
         (self.root / "leanrl" / "atari.py").write_text("import envpool\n")
+        (self.root / "leanrl" / "fleet.py").write_text("    import envpool\n    import ray\n")
         self.python = folder / "bin" / "python3"
         self.python.parent.mkdir()
         self.python.write_text(FAKE_PYTHON)
@@ -179,6 +180,14 @@ def test_an_atari_script_gets_envpool(copy):
     copy.run("test")  # needs it, too
     copy.run("train", "atari")
     assert copy.log() == ["pip"]
+
+
+def test_a_script_with_actors_gets_ray(copy):
+    assert "ray requirements" in copy.run("train", "fleet")[1]
+    copy.log()
+    for command in (["train", "fleet"], ["train", "atari"]):  # it holds what that needs
+        copy.run(*command)
+    assert copy.log() == []
 
 
 def test_bench_sets_up_and_passes_the_flags_on(copy):

@@ -1,0 +1,481 @@
+"""IMPALA: V-trace against an oracle, fragments that say what happened, and real Ray actors that go wrong."""
+
+import importlib
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import environments
+from conftest import read_run
+
+SCRIPTS = {"impala_ray": "IMPALAAgent", "impala_ray_torchcompile": "CompiledIMPALAAgent"}
+CPU = torch.device("cpu")
+
+each_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
+def arguments(script="impala_ray", **changed):
+    return importlib.import_module(script).Args(**{"cuda": False, "num_envs": 2, "fragment_length": 6} | changed)
+
+
+# ---- V-trace ----
+def fragment_of(steps, ends, seed=0, spread=1.0):
+    """Random rows in float64, [T, B]: `ends` says for each row 0, or "t", "b", "c" for terminated, both, truncated.
+
+    The row after an end is not valid, as one that only resets.
+    """
+    rng = np.random.default_rng(seed)
+    ends = np.array(ends).reshape(steps, -1)
+    shape = ends.shape
+    valid = np.ones(shape, bool)
+    for t, b in itertools.product(range(1, steps), range(shape[1])):
+        valid[t, b] = not (valid[t - 1, b] and ends[t - 1, b] in "tbc")
+    terminated, truncated = np.isin(ends, ("t", "b")) & valid, np.isin(ends, ("c", "b")) & valid
+    return {
+        "value": rng.normal(size=(steps + 1, shape[1])),
+        "ratio": np.exp(spread * rng.normal(size=shape)),
+        "reward": rng.normal(size=shape),
+        "terminated": terminated.astype(float),
+        "truncated": truncated.astype(float),
+        "valid": valid.astype(float),
+    }
+
+
+def vtrace(fragment, **changed):
+    module = importlib.import_module("impala_ray")
+    tensors = [torch.tensor(array) for array in fragment.values()]
+    return [tensor.numpy() for tensor in module.vtrace(*tensors, arguments(**changed))]
+
+
+def oracle(fragment, gamma=0.99, rho_clip=1.0, c_clip=1.0, trace_lambda=1.0):
+    """V-trace's sum, term by term (Espeholt et al. 2018, eq. 1), for each valid row; zeros and values elsewhere."""
+    value, ratio, reward, terminated, truncated, valid = fragment.values()
+    steps, count = reward.shape
+    target, advantage = value[:-1].copy(), np.zeros_like(reward)
+    rho = np.minimum(ratio, rho_clip)
+    for b, s in itertools.product(range(count), range(steps)):
+        if not valid[s, b]:
+            continue
+        product = 1.0
+        for t in range(s, steps):
+            next_value = 0 if terminated[t, b] else value[t + 1, b]
+            target[s, b] += product * rho[t, b] * (reward[t, b] + gamma * next_value - value[t, b])
+            product *= gamma * trace_lambda * min(ratio[t, b], c_clip)
+            if terminated[t, b] or truncated[t, b]:
+                break
+    for b, s in itertools.product(range(count), range(steps)):
+        if valid[s, b]:
+            last = s == steps - 1 or truncated[s, b]
+            next_target = 0 if terminated[s, b] else value[s + 1, b] if last else target[s + 1, b]
+            advantage[s, b] = rho[s, b] * (reward[s, b] + gamma * next_target - value[s, b])
+    return target, advantage
+
+
+def all_patterns(steps):
+    return np.array(list(itertools.product("-tbc", repeat=steps))).T
+
+
+@pytest.mark.parametrize(
+    "clips",
+    [
+        {},
+        {"rho_clip": 0.7, "c_clip": 1.3},
+        {"rho_clip": 2.0, "c_clip": 0.5, "trace_lambda": 0.9},
+        {"c_clip": 0.0},
+        {"gamma": 1.0},
+        {"gamma": 0.0},
+    ],
+)
+def test_vtrace_is_the_oracles_sum(clips):
+    """All patterns of terminations, truncations, and both at once, over 5 steps; and long fragments."""
+    for fragment in (
+        fragment_of(5, all_patterns(5)),
+        fragment_of(64, np.random.default_rng(1).choice(list("-----tbc"), (64, 20)), seed=2),
+        fragment_of(1, ["-", "t", "c"]),
+    ):
+        for ours, theirs in zip(vtrace(fragment, **clips), oracle(fragment, **clips), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_on_policy_vtrace_is_the_n_step_return():
+    fragment = fragment_of(7, ["-"] * 7, spread=0)
+    target, advantage = vtrace(fragment, gamma=0.9)
+    value, reward = fragment["value"][:, 0], fragment["reward"][:, 0]
+    for s in range(7):
+        n_step = sum(0.9 ** (t - s) * reward[t] for t in range(s, 7)) + 0.9 ** (7 - s) * value[7]
+        assert target[s, 0] == pytest.approx(n_step) and advantage[s, 0] == pytest.approx(n_step - value[s])
+
+
+@pytest.mark.parametrize("trace_lambda", [1.0, 0.95])
+def test_on_policy_the_values_change_is_gae(trace_lambda):
+    """With λ = 1, the policy's advantage is, too."""
+    fragment = fragment_of(6, all_patterns(6), spread=0)
+    value, _, reward, terminated, truncated, valid = fragment.values()
+    gae = np.zeros((7, reward.shape[1]))
+    for t in reversed(range(6)):
+        error = reward[t] + 0.99 * (1 - terminated[t]) * value[t + 1] - value[t]
+        gae[t] = error + 0.99 * trace_lambda * (1 - np.maximum(terminated[t], truncated[t])) * gae[t + 1]
+    target, advantage = vtrace(fragment, trace_lambda=trace_lambda)
+    rows = valid > 0
+    np.testing.assert_allclose((target - value[:-1])[rows], gae[:-1][rows], atol=1e-12)
+    if trace_lambda == 1:
+        np.testing.assert_allclose(advantage[rows], gae[:-1][rows], atol=1e-12)
+
+
+def test_without_a_trace_it_is_one_step_td():
+    fragment = fragment_of(6, all_patterns(4)[:1].repeat(6, 0))
+    value, ratio, reward, terminated, _, valid = fragment.values()
+    target, _ = vtrace(fragment, c_clip=0.0)
+    td = value[:-1] + np.minimum(ratio, 1) * (reward + 0.99 * (1 - terminated) * value[1:] - value[:-1])
+    np.testing.assert_allclose(target[valid > 0], td[valid > 0])
+
+
+def test_episodes_in_a_row_equal_separate_ones():
+    """Three steps that end, the row that resets, and two more."""
+    for end in "tbc":
+        whole = fragment_of(6, ["-", "-", end, "-", "-", "-"])
+        first = {name: array[: 4 if name == "value" else 3] for name, array in whole.items()}
+        second = {name: array[4:] for name, array in whole.items()}
+        both = [np.concatenate(pair) for pair in zip(vtrace(first), vtrace(second))]
+        for ours, theirs in zip(vtrace(whole), both, strict=True):
+            np.testing.assert_allclose(ours[[0, 1, 2, 4, 5]], theirs, atol=1e-12)
+
+
+def test_truncation_is_termination_with_the_last_value_paid_out():
+    truncated, terminated = fragment_of(4, ["-", "-", "c", "-"]), fragment_of(4, ["-", "-", "t", "-"])
+    terminated["reward"][2] += 0.99 * truncated["value"][3]
+    for ours, theirs in zip(vtrace(truncated), vtrace(terminated), strict=True):
+        np.testing.assert_allclose(ours[:3], theirs[:3])
+
+
+def test_garbage_in_masked_rows_changes_nothing():
+    fragment = fragment_of(6, all_patterns(6))
+    clean = vtrace(fragment)
+    masked, rows = fragment["valid"] == 0, fragment["valid"] > 0
+    for name in ("ratio", "reward"):
+        fragment[name][masked] = np.nan
+    for ours, theirs in zip(vtrace(fragment), clean, strict=True):
+        np.testing.assert_array_equal(ours[rows], theirs[rows])
+
+
+# ---- The update ----
+class Played:
+    """An agent of `script`, an actor with its weights, and a batch of what that did in CartPole."""
+
+    def __init__(self, script, **changed):
+        self.module = importlib.import_module(script)
+        self.args = arguments(script, **{"fragment_length": 40, "batch_fragments": 2} | changed)
+        torch.manual_seed(3)
+        self.agent = getattr(self.module, SCRIPTS[script])(self.args, (4,), 2, CPU)
+        self.network = self.agent.module.module if "compile" in script else self.agent.network
+        with torch.no_grad():  # a policy that has a preference
+            for parameter in self.network.actor.parameters():
+                parameter.mul_(30)
+            if "compile" in script:
+                self.agent.network.copy_(self.agent.module.flatten())
+        network = importlib.import_module("copy").deepcopy(self.network)
+        self.actor = self.module.Actor(self.args, network, self.module.act_discrete, 0, 0, 0)
+        weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
+        for i in range(2):
+            self.agent.batch.fill(i, self.actor.sample(weights, 0))
+        self.agent.batch.upload()
+
+    def loss(self, batch=None):
+        return self.agent.impala_loss(self.agent.network, batch or self.agent.batch.tensors)
+
+    def vector(self):
+        return torch.cat([weight.detach().flatten() for weight in self.agent.weights()])
+
+
+@each_script
+def test_the_stored_log_probability_is_the_recomputed_one(script):
+    """So at the same version the ratio is 1: also through updates with a learning rate of 0."""
+    played = Played(script, learning_rate=1e-30)
+    batch = played.agent.batch.tensors
+    assert 0 < batch["valid"].mean() < 1
+    for _ in range(3):
+        observation = played.agent.observations(batch)
+        log_prob, _, _ = played.agent.evaluate(played.agent.network, observation, batch["action"])
+        rows = batch["valid"] > 0
+        torch.testing.assert_close(log_prob[rows], batch["log_prob"][rows], atol=2e-6, rtol=0)
+        assert log_prob[rows].exp().std() > 0.05
+        with torch.no_grad() if "compile" in script else torch.enable_grad():
+            played.agent.update()
+
+
+@each_script
+def test_at_lag_0_it_is_a2c(script):
+    """Policy gradient with n-step advantages, squared error, entropy; by hand, from the batch's rows."""
+    played = Played(script)
+    batch = {name: tensor.double() for name, tensor in played.agent.batch.tensors.items()}
+    network = played.network.double()
+    logits, value = network(batch["observation"])
+    log_probs = torch.log_softmax(logits[:-1], -1)
+    rows = batch["valid"] > 0
+    log_prob = log_probs.gather(-1, batch["action"][..., None].long()).squeeze(-1)
+    returns, following = torch.zeros_like(value[:-1]), value[-1]
+    for t in reversed(range(len(returns))):
+        following = torch.where(batch["truncated"][t] > 0, value[t + 1], following)
+        returns[t] = batch["reward"][t] + 0.99 * (1 - batch["terminated"][t]) * following
+        following = returns[t]
+    advantage = returns.detach() - value[:-1]
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    loss = (0.25 * advantage.square() - advantage.detach() * log_prob - 0.01 * entropy)[rows].mean()
+    ours, _ = Played(script).loss()
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()
+    theirs = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+    other = Played(script)
+    if "compile" in script:
+        gradient = torch.func.grad(lambda flat: other.agent.impala_loss(flat, other.agent.batch.tensors)[0])
+        gradient = torch.cat([part.flatten() for part in other.agent.module.split(gradient(other.agent.network))])
+    else:
+        other.loss()[0].backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in other.network.parameters()])
+    torch.testing.assert_close(gradient.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+@each_script
+def test_garbage_in_masked_rows_leaves_the_loss_unchanged(script):
+    played = Played(script)
+    before, _ = played.loss()
+    batch = {name: tensor.clone() for name, tensor in played.agent.batch.tensors.items()}
+    for name in ("action", "log_prob", "reward"):
+        batch[name][batch["valid"] == 0] = torch.nan
+    assert played.loss(batch)[0].item() == before.item()
+
+
+@pytest.mark.parametrize("vtrace", [True, False])
+def test_eager_and_compiled_updates_agree(vtrace):
+    eager, compiled = (Played(script, vtrace=vtrace) for script in SCRIPTS)
+    for name, tensor in eager.agent.batch.tensors.items():
+        torch.testing.assert_close(tensor, compiled.agent.batch.tensors[name], rtol=0, atol=1e-6)
+    before = eager.vector()
+    for _ in range(5):
+        eager.agent.update()
+        with torch.no_grad():
+            compiled.agent.update()
+    assert (eager.vector() - before).abs().max() > 1e-3
+    torch.testing.assert_close(eager.vector(), compiled.vector(), rtol=0, atol=1e-5)
+    for name, loss in eager.agent.losses.items():
+        torch.testing.assert_close(loss, compiled.agent.losses[name], rtol=1e-3, atol=1e-5)
+
+
+def test_frames_are_stacked_as_the_emulator_does():
+    """Frame by frame: a stack that the first frame of an episode fills, then moves on."""
+    module = importlib.import_module("impala_ray")
+    rng = np.random.default_rng(0)
+    valid = rng.random((30, 50)) > 0.2
+    stack = [[-3, -2, -1, 0] for _ in range(50)]
+    expected = [[list(frames) for frames in stack]]
+    for t in range(30):
+        for n in range(50):
+            stack[n] = [*stack[n][1:], t + 1] if valid[t, n] else [t + 1] * 4
+        expected.append([list(frames) for frames in stack])
+    np.testing.assert_array_equal(module.stacked_frames(valid, 4), np.array(expected) + 3)
+
+
+# ---- Runs in one process ----
+def small(*flags):
+    return ["--total-timesteps", 300, "--num-envs", 3, "--fragment-length", 7, "--measure-burnin", 20, *flags]
+
+
+@each_script
+def test_a_fragment_is_what_happened(script):
+    """Each transition of the scripted environments is in a valid row, once, with the observation before and after."""
+    module, args = importlib.import_module(script), arguments(script, env_id="CounterDiscrete-v0", num_envs=3)
+    environments.Counter.forget()
+    network = module.CategoricalActorCritic(3, 3)
+    actor = module.Actor(args, network, module.act_discrete, 0, 0, 0)
+    weights = [parameter.detach().numpy() for parameter in network.parameters()]
+    fragments = [actor.sample(weights, version) for version in range(20)]
+    assert [fragment["stamp"].tolist() for fragment in fragments] == [[0, 0, n, n] for n in range(20)]
+    for i, env in enumerate(environments.Counter.made):
+        episode, step, taken, total, has_ended = 0, 0, 0, 0.0, False
+        for fragment in fragments:
+            so_far = (0.0, 0) if has_ended else (total, step)
+            assert (fragment["return_before"][i], fragment["length_before"][i]) == so_far
+            for t in range(args.fragment_length):
+                row = {name: fragment[name][t, i] for name in ("action", "reward", "terminated", "truncated", "valid")}
+                assert row["valid"] == (not has_ended)
+                if has_ended:  # this row only resets
+                    assert not row["terminated"] and not row["truncated"]
+                    episode, step, total, has_ended = episode + 1, 0, 0.0, False
+                    continue
+                before, after = fragment["observation"][t : t + 2, i]
+                np.testing.assert_array_equal(before, environments.observation_of(env.key, episode, step))
+                np.testing.assert_array_equal(after, environments.observation_of(env.key, episode, step + 1))
+                assert row["action"] == env.actions[taken]
+                reward = environments.reward_of(env.key, episode, step, row["action"])
+                assert row["reward"] == np.float32(reward)
+                step, taken, total = step + 1, taken + 1, total + np.float32(reward)
+                has_ended = step == environments.length_of(env.key, episode)
+                ending = environments.ending_of(env.key, episode) if has_ended else None
+                assert row["terminated"] == (ending in ("terminated", "both"))
+                assert row["truncated"] == (ending in ("truncated", "both"))
+        assert taken == env.steps
+
+
+@each_script
+def test_files_say_what_the_environments_did(launch, script):
+    run = launch(script, *small("--batch-fragments", 2))
+    assert run.summary["status"] == "finished" and 300 <= run.summary["global_step"] <= 300 + 2 * 3 * 7
+    assert run.summary["updates"] * 2 == run.summary["fragments_consumed"] == run.summary["fragments_delivered"]
+    names = ("lag_min", "lag_mean", "lag_max", "fragments_lost", "actor_restarts")
+    assert [run.summary[name] for name in names] == [0, 0, 0, 0, 0] and run.summary["bytes_per_second"] > 0
+    assert sum(env.steps for env in run.made) == run.summary["global_step"]
+    assert len(run.episodes) == len(run.finished) > 10
+    by_length = lambda line: (line["length"], line["return"])  # noqa: E731
+    seen = [{name: line[name] for name in ("return", "length", "terminated")} for line in run.episodes]
+    assert sorted(seen, key=by_length) == sorted(run.finished, key=by_length)
+    losses = {"policy_loss", "value_loss", "entropy", "approx_kl", "lag"}
+    assert all(losses <= set(line) for line in run.metrics) and run.metrics[-1]["approx_kl"] < 1e-5
+
+
+def test_same_seed_same_run_and_both_versions_agree(launch):
+    runs = [launch(script, *small("--seed", 7)) for script in ("impala_ray", "impala_ray", "impala_ray_torchcompile")]
+    assert runs[0].episodes == runs[1].episodes == runs[2].episodes
+    assert launch("impala_ray", *small("--seed", 8)).episodes != runs[0].episodes
+
+
+def test_a_forced_lag_is_kept(launch):
+    """Weights are that many versions old once there are as many."""
+    run = launch("impala_ray", *small("--forced-lag", 4))
+    assert (run.summary["lag_min"], run.summary["lag_max"]) == (0, 4)
+    updates = run.summary["updates"]
+    assert run.summary["lag_mean"] == pytest.approx((0 + 1 + 2 + 3 + 4 * (updates - 4)) / updates, abs=1e-3)
+
+
+@each_script
+def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
+    run = launch(script, *small(), env_id="NaNReward", raises=SystemExit)
+    assert run.summary["status"] == "failed" and "reward is not finite" in run.error.code
+
+
+def test_resume_goes_on(launch, tmp_path):
+    """With the weights and the optimiser of the checkpoint, in new episodes."""
+    run = launch("impala_ray", *small())
+    module = importlib.import_module("impala_ray")
+    config = run.config | {"resume": str(run.folder), "total_timesteps": 400}
+    module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
+    again = read_run(run.folder.parent)
+    assert again.summary["resumed_at"] == [run.summary["global_step"]] and again.summary["global_step"] >= 400
+
+
+# ---- Runs with Ray ----
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray on this machine: a head with one CPU, where the learner is, and a node that a test may remove."""
+    pytest.importorskip("ray")
+    settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "LEANRL_TEST_LEARNER": str(os.getpid())}
+    settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        import ray
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 10**8})
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def fleet_flags(*flags):
+    """Two actors, whose fragments of 30 steps are small."""
+    return ["--num-actors", 2, "--num-envs", 3, "--fragment-length", 10, "--measure-burnin", 0, *flags]
+
+
+def check_ledger(run):
+    """What holds in each run with actors, whatever went wrong."""
+    summary = run.summary
+    assert summary["updates"] == summary["fragments_consumed"]
+    assert 0 <= summary["fragments_delivered"] - summary["fragments_consumed"] <= 1
+    assert summary["fragments_lost"] <= 2 * summary["actor_restarts"] + 2 * run.config["num_actors"]
+    assert summary["lag_max"] <= 8 and summary["lag_min"] >= 0
+    assert sum(line["length"] for line in run.episodes) <= summary["global_step"]
+    return summary
+
+
+def test_actors_of_rays_play(launch, cluster):
+    run = launch("impala_ray", *fleet_flags("--total-timesteps", 3000), env_id="ray_environments:Sound-v0")
+    summary = check_ledger(run)
+    assert summary["status"] == "finished" and summary["fragments_lost"] == summary["actor_restarts"] == 0
+    assert {line["return"] for line in run.episodes} == {10.0} and {line["length"] for line in run.episodes} == {10}
+    assert summary["lag_mean"] > 0 and summary["bytes_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    "name, cause",
+    [
+        ("Dying", "unavailable"),
+        ("Raising", "RuntimeError: the emulator broke down"),
+        ("NaN", "FloatingPointError: the environment's reward is not finite"),
+        ("Hanging", "hangs: no answer for 2 s"),
+    ],
+)
+def test_training_goes_on_when_actors_fail(launch, cluster, name, cause):
+    """Each process takes 300 steps before it fails: more than two of them are needed."""
+    flags = fleet_flags("--total-timesteps", 900, "--actor-timeout", 2 if name == "Hanging" else 60)
+    run = launch("impala_ray", *flags, env_id=f"ray_environments:{name}-v0")
+    summary = check_ledger(run)
+    assert summary["status"] == "finished" and summary["actor_restarts"] >= 1 and summary["fragments_lost"] >= 1
+    assert {line["return"] for line in run.episodes} == {10.0}
+    lines = [line for line in run.err.splitlines() if "actor" in line]
+    assert lines and all(cause in line for line in lines) and len(lines) <= 2 * summary["fragments_lost"]
+
+
+def test_an_environment_that_never_starts_ends_the_run(launch, cluster):
+    flags = fleet_flags("--total-timesteps", 900)
+    run = launch("impala_ray", *flags, env_id="ray_environments:Unstartable-v0", raises=SystemExit)
+    assert run.summary["status"] == "failed" and run.summary["global_step"] == 0
+    assert run.error.code.startswith("error: every actor fails time and again") and "the emulator" in run.error.code
+
+
+def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster):
+    """One actor has its place on a node that is removed, with no other place to go."""
+    node = cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    removal = threading.Timer(8, lambda: cluster.remove_node(node, allow_graceful=False))
+    removal.start()
+    try:
+        flags = ["--num-actors", 3, "--num-envs", 3, "--fragment-length", 10, "--total-timesteps", 10**6]
+        stop = threading.Timer(13, lambda: os.kill(os.getpid(), signal.SIGINT))
+        stop.start()
+        run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
+    finally:
+        removal.join()
+        stop.cancel()
+    summary = check_ledger(run)
+    assert summary["status"] == "interrupted" and "unavailable" in run.err
+    late = [line["wall_time"] for line in run.metrics]
+    assert late[-1] > 12
+
+
+def test_nothing_is_left_behind(start, tmp_path):
+    """A run that starts Ray by itself and is stopped: no process of its own lives on, no shared memory."""
+    before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
+    flags = ["--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, "--total-timesteps", 10**7]
+    process = start("impala_ray.py", *flags, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/metrics.jsonl")) or not next(tmp_path.glob("*/metrics.jsonl")).stat().st_size:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and read_run(tmp_path).summary["status"] == "interrupted", out + err
+    time.sleep(1)
+    running = [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if path.read_text().rpartition(")")[2].split()[3] == str(process.pid)
+    ]
+    assert running == []
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= before
