@@ -17,9 +17,9 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 
 import collections
 import contextlib
-import copy
 import difflib
 import fcntl
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -84,7 +84,7 @@ class Args:
     ray_address: str | None = None
     """address of the Ray cluster to join; Ray starts on this machine alone if not given"""
     actor_timeout: int = 60
-    """seconds without an answer after which an actor counts as hung; after twice as many without any the run ends"""
+    """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
     forced_lag: int = 0
     """versions of the weights that the actors' are kept behind the newest, to study what lag does"""
     fragment_length: int = 32
@@ -583,6 +583,11 @@ class AtariActorCritic(nn.Module):
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
+def make_network(shape: tuple[int, ...], actions: int) -> nn.Module:
+    """The network for observations of this shape: images or vectors."""
+    return AtariActorCritic(actions) if len(shape) == 3 else CategoricalActorCritic(shape[0], actions)
+
+
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
     return end if step >= duration else start + (end - start) * step / duration
@@ -596,6 +601,9 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 
 
 # ---- Actors ----
+PATIENCE = 60  # seconds beyond --actor-timeout in which no actor delivers, before the run gives up
+
+
 def act_discrete(
     network: nn.Module, observation: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -607,19 +615,19 @@ def act_discrete(
 
 
 class Actor:
-    """Environments and a copy of the policy, which make a fragment a call; with Ray in a process of their own.
+    """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
 
     A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
     each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
     """
 
-    def __init__(self, args: Args, network: nn.Module, act: Callable, number: int, incarnation: int, step: int):
+    def __init__(self, args: Args, build: Callable, act: Callable, number: int, incarnation: int, step: int):
         if args.num_actors:
             import ray
 
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 incarnation = time.time_ns()  # Ray restarts with the arguments of the start
-        self.args, self.network, self.act = args, network, act
+        self.args, self.network, self.act = args, build(), act
         self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
         sequence = np.random.SeedSequence([args.seed, number, incarnation])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
@@ -696,7 +704,7 @@ class Seat:
     actor: object = None
     """Ray's handle; None while nobody holds the seat"""
     calls: list = field(default_factory=list)
-    """references of the calls in flight"""
+    """calls in flight, in their order: the reference, and whether it is of a fragment"""
     lives: int = 0
     """processes that the learner has asked for"""
     incarnation: int | None = None
@@ -718,15 +726,15 @@ class Fleet:
     does `take` raise ChildProcessError. Without Ray the one actor is called here, and its errors are the run's.
     """
 
-    def __init__(self, args: Args, run: Run, network: nn.Module, act: Callable):
-        self.args, self.run, self.first_step = args, run, run.global_step
-        self.recipe = (args, copy.deepcopy(network).cpu(), act)
+    def __init__(self, args: Args, run: Run, build: Callable, act: Callable):
+        self.args, self.run, self.recipe = args, run, (args, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
         self.delivered, self.lost, self.consumed, self.restarts, self.bytes = 0, 0, 0, 0, 0
         self.lags = []  # of the fragments since the last update
         self.lag_min, self.lag_sum, self.lag_max = math.inf, 0, 0
         self.sequences = {}  # last of each incarnation of an actor
-        self.seats, self.calls, self.cause = [Seat(number) for number in range(args.num_actors)], {}, "none is known"
+        self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none is known"
+        self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
 
     def __enter__(self):
         self.started = time.monotonic()
@@ -736,9 +744,9 @@ class Fleet:
             self.ray = ray
             # Calls are not made twice, as a step can't be taken back; a process that has died starts anew by itself
             options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 0}
-            self.remote, self.remote_recipe = ray.remote(**options)(Actor), [ray.put(part) for part in self.recipe]
+            self.remote = ray.remote(**options)(Actor)
         else:
-            self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.first_step)
+            self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
         return self
 
     def __exit__(self, *_) -> None:
@@ -748,9 +756,10 @@ class Fleet:
         counts |= {"fragments_delivered": self.delivered, "fragments_lost": self.lost}
         counts |= {"fragments_consumed": self.consumed, "actor_restarts": self.restarts}
         self.run.about |= counts | {"bytes_per_second": round(self.bytes / seconds)}  # of fragments; for the summary
-        self.calls.clear()
         self.published.clear()
+        self.orphans.clear()
         for seat in self.seats:
+            seat.calls.clear()
             if seat.actor is not None:
                 with contextlib.suppress(self.ray.exceptions.RayError):
                     self.ray.kill(seat.actor)
@@ -789,61 +798,63 @@ class Fleet:
         return fragment
 
     def wait(self) -> dict[str, np.ndarray]:
-        """The fragment of the call that has been finished longest; meanwhile, looks after the actors."""
+        """The next fragment, of the actor that has had its turn longest ago; meanwhile, looks after the actors."""
         while True:
             now = time.monotonic()
             for seat in self.seats:
                 self.tend(seat, now)
-            references, done = list(self.calls), []
+            # Of each actor only the oldest call, as Ray may show a later one as done before it
+            waiting = {seat.calls[0][0]: seat for seat in self.seats if seat.calls}
+            references, done = [*waiting, *self.orphans], []
             if references:
                 done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
             else:
                 time.sleep(0.05)
             if self.run.stop is not None:
                 raise KeyboardInterrupt(self.run.stop[0])
-            if not done and now - self.heard_at > 2 * self.args.actor_timeout:
+            if not done and now - self.heard_at > self.args.actor_timeout + PATIENCE:
                 raise ChildProcessError(f"no actor delivers any more; the last cause: {self.cause}")
             for reference in done:
-                seat, is_sample = self.calls.pop(reference)
-                is_current = reference in seat.calls
-                if is_current:
-                    seat.calls.remove(reference)
+                seat = waiting.get(reference)
+                is_fragment = seat.calls.pop(0)[1] if seat else self.orphans.pop(reference)
                 try:
                     answer = self.ray.get(reference)
                 except self.ray.exceptions.RayError as error:
-                    self.lost += is_sample
-                    if is_current:
+                    self.lost += is_fragment
+                    if seat:
                         self.mend(seat, error)
                     continue
-                seat.heard_at = time.monotonic()
-                incarnation = answer["stamp"][1].item() if is_sample else answer
-                if is_current and incarnation != seat.incarnation:
-                    self.restarts += seat.incarnation is not None
-                    seat.incarnation = incarnation
-                seat.is_ready |= is_current
-                if is_sample:
-                    seat.failures, self.heard_at = 0, seat.heard_at
+                if seat:
+                    self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
+                if is_fragment:
                     return answer
+
+    def hear(self, seat: Seat, incarnation: int) -> None:
+        """Notes that an actor has answered, in which of its lives."""
+        self.restarts += seat.incarnation not in (None, incarnation)
+        seat.incarnation, seat.heard_at = incarnation, time.monotonic()
+        if seat.is_ready:  # so it was a fragment
+            seat.failures, self.heard_at = 0, seat.heard_at
+        seat.is_ready = True
+        self.seats.remove(seat)
+        self.seats.append(seat)
 
     def tend(self, seat: Seat, now: float) -> None:
         """Sees to it that an actor holds the seat, that it is at work, and that it does not hang."""
-        if seat.actor is None and now >= seat.retry_at:
-            step = self.run.global_step
-            seat.actor, seat.is_ready = self.remote.remote(*self.remote_recipe, seat.number, seat.lives, step), False
-            seat.lives, seat.calls = seat.lives + 1, []
-        if seat.actor is None or now < seat.retry_at:
+        if now < seat.retry_at:
             return
+        if seat.actor is None:
+            recipe = (*self.recipe, seat.number, seat.lives, self.run.global_step)
+            seat.actor, seat.is_ready, seat.lives = self.remote.remote(*recipe), False, seat.lives + 1
         is_late = seat.is_ready and seat.calls and now - seat.heard_at > self.args.actor_timeout
         # A call that has long been finished may wait for a slow learner
-        if is_late and not self.ray.wait(seat.calls, num_returns=1, timeout=0)[0]:
+        if is_late and not self.ray.wait([seat.calls[0][0]], timeout=0)[0]:
             self.replace(seat, f"hangs: no answer for {self.args.actor_timeout} s")
             return
         weights, version = self.published[0][1:]
         while len(seat.calls) < (2 if seat.is_ready else 1):
-            is_sample = seat.is_ready
-            reference = seat.actor.sample.remote(weights, version) if is_sample else seat.actor.ready.remote()
-            seat.calls.append(reference)
-            self.calls[reference] = (seat, is_sample)
+            reference = seat.actor.sample.remote(weights, version) if seat.is_ready else seat.actor.ready.remote()
+            seat.calls.append((reference, seat.is_ready))
 
     def mend(self, seat: Seat, error: Exception) -> None:
         """Does what the error of a call asks for."""
@@ -851,7 +862,8 @@ class Fleet:
         if isinstance(error, exceptions.ActorUnavailableError):  # Ray restarts it, or the network is down: ask again
             if seat.is_ready:
                 self.note(seat, "is unavailable, and is asked again")
-            seat.is_ready, seat.retry_at = False, time.monotonic() + 0.1
+            self.orphans |= dict(seat.calls)
+            seat.is_ready, seat.calls, seat.retry_at = False, [], time.monotonic() + 0.1
         elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew
             self.note(seat, f"lost a fragment: {reason_of(error)}")
             anew = [(arrays, self.put(arrays), version) for arrays, _, version in self.published]
@@ -863,6 +875,7 @@ class Fleet:
         """Gives the seat to a new process; calls that the old one still had end with an error and count as lost."""
         self.note(seat, cause)
         self.ray.kill(seat.actor)
+        self.orphans |= dict(seat.calls)
         seat.actor, seat.calls, seat.failures = None, [], seat.failures + 1
         seat.retry_at = time.monotonic() + min(0.1 * 2**seat.failures, 5)
         if all(other.failures >= 3 for other in self.seats):
@@ -879,7 +892,8 @@ def reason_of(error: Exception) -> str:
         return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if getattr(error, "actor_init_failed", False):  # a traceback, and below it what was raised
-        return lines[-1]
+        raised = [i for i, line in enumerate(str(error).splitlines()) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+        return " ".join(" ".join(str(error).splitlines()[raised[-1] if raised else -1 :]).split())
     return next((line for line in lines if "because" in line), lines[0])
 
 
@@ -977,8 +991,7 @@ class IMPALAAgent(nn.Module):
         super().__init__()
         self.args, self.device = args, device
         self.batch = Batch(args, shape, (), device)
-        network = AtariActorCritic(actions) if len(shape) == 3 else CategoricalActorCritic(shape[0], actions)
-        self.network = network.to(device)
+        self.network = make_network(shape, actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -1064,7 +1077,8 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = IMPALAAgent(args, shape, actions, device)
 
-    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, agent.network, act_discrete) as fleet:
+    build = functools.partial(make_network, shape, actions)
+    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, build, act_discrete) as fleet:
         fleet.publish(agent.weights())
         learning_rate = args.learning_rate
         while run.global_step < args.total_timesteps:

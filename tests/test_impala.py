@@ -1,10 +1,10 @@
 """IMPALA: V-trace against an oracle, fragments that say what happened, and real Ray actors that go wrong."""
 
+import functools
 import importlib
 import itertools
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -180,8 +180,8 @@ class Played:
                 parameter.mul_(30)
             if "compile" in script:
                 self.agent.network.copy_(self.agent.module.flatten())
-        network = importlib.import_module("copy").deepcopy(self.network)
-        self.actor = self.module.Actor(self.args, network, self.module.act_discrete, 0, 0, 0)
+        build = functools.partial(self.module.make_network, (4,), 2)
+        self.actor = self.module.Actor(self.args, build, self.module.act_discrete, 0, 0, 0)
         weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
         for i in range(2):
             self.agent.batch.fill(i, self.actor.sample(weights, 0))
@@ -292,9 +292,8 @@ def test_a_fragment_is_what_happened(script):
     """Each transition of the scripted environments is in a valid row, once, with the observation before and after."""
     module, args = importlib.import_module(script), arguments(script, env_id="CounterDiscrete-v0", num_envs=3)
     environments.Counter.forget()
-    network = module.CategoricalActorCritic(3, 3)
-    actor = module.Actor(args, network, module.act_discrete, 0, 0, 0)
-    weights = [parameter.detach().numpy() for parameter in network.parameters()]
+    actor = module.Actor(args, lambda: module.make_network((3,), 3), module.act_discrete, 0, 0, 0)
+    weights = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()]
     fragments = [actor.sample(weights, version) for version in range(20)]
     assert [fragment["stamp"].tolist() for fragment in fragments] == [[0, 0, n, n] for n in range(20)]
     for i, env in enumerate(environments.Counter.made):
@@ -372,7 +371,7 @@ def test_resume_goes_on(launch, tmp_path):
 # ---- Runs with Ray ----
 @pytest.fixture(scope="module")
 def cluster():
-    """Ray on this machine: a head with one CPU, where the learner is, and a node that a test may remove."""
+    """Ray on this machine: the learner's node, which has no place for actors, and one with two places."""
     pytest.importorskip("ray")
     settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "LEANRL_TEST_LEARNER": str(os.getpid())}
     settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -382,7 +381,8 @@ def cluster():
         import ray
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 10**8})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
+        cluster.actors_node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster
         ray.shutdown()
@@ -400,7 +400,7 @@ def check_ledger(run):
     assert summary["updates"] == summary["fragments_consumed"]
     assert 0 <= summary["fragments_delivered"] - summary["fragments_consumed"] <= 1
     assert summary["fragments_lost"] <= 2 * summary["actor_restarts"] + 2 * run.config["num_actors"]
-    assert summary["lag_max"] <= 8 and summary["lag_min"] >= 0
+    assert summary["lag_max"] <= 100 and summary["lag_min"] >= 0
     assert sum(line["length"] for line in run.episodes) <= summary["global_step"]
     return summary
 
@@ -440,23 +440,54 @@ def test_an_environment_that_never_starts_ends_the_run(launch, cluster):
     assert run.error.code.startswith("error: every actor fails time and again") and "the emulator" in run.error.code
 
 
-def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster):
-    """One actor has its place on a node that is removed, with no other place to go."""
-    node = cluster.add_node(num_cpus=1, object_store_memory=10**8)
-    removal = threading.Timer(8, lambda: cluster.remove_node(node, allow_graceful=False))
-    removal.start()
-    try:
-        flags = ["--num-actors", 3, "--num-envs", 3, "--fragment-length", 10, "--total-timesteps", 10**6]
-        stop = threading.Timer(13, lambda: os.kill(os.getpid(), signal.SIGINT))
-        stop.start()
-        run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
-    finally:
-        removal.join()
-        stop.cancel()
+def test_lost_weights_go_out_anew(launch, cluster, monkeypatch):
+    from ray._private.internal_api import free
+
+    module, versions = importlib.import_module("impala_ray"), []
+    put = module.Fleet.put
+
+    def put_and_lose(self, arrays):
+        reference = put(self, arrays)
+        versions.append(self.version)
+        if len(versions) in (5, 20):
+            free([reference])
+        return reference
+
+    monkeypatch.setattr(module.Fleet, "put", put_and_lose)
+    run = launch("impala_ray", *fleet_flags("--total-timesteps", 1500), env_id="ray_environments:Sound-v0")
     summary = check_ledger(run)
-    assert summary["status"] == "interrupted" and "unavailable" in run.err
-    late = [line["wall_time"] for line in run.metrics]
-    assert late[-1] > 12
+    assert summary["status"] == "finished" and summary["fragments_lost"] >= 1
+    assert 0 < len(run.err.splitlines()) <= summary["fragments_lost"], run.err
+    assert {line["return"] for line in run.episodes} == {10.0}
+
+
+def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster, monkeypatch):
+    """First a node with one of three actors goes, which the other two survive; then theirs, too."""
+    module, removed = importlib.import_module("impala_ray"), []
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8), cluster.actors_node]
+    end_step = module.Run.end_step
+
+    def end_step_and_remove(run, losses, learning_rate):
+        delivering = len({seat.number for seat in run.fleet_seats if seat.incarnation is not None})
+        if delivering == 3 and run.global_step > 3000 * (1 + 3 * len(removed)) and nodes:
+            removed.append(run.global_step)
+            if len(removed) == 2:
+                monkeypatch.setattr(module, "PATIENCE", 1)
+            cluster.remove_node(nodes.pop(0), allow_graceful=False)
+        end_step(run, losses, learning_rate)
+
+    enter = module.Fleet.__enter__
+    monkeypatch.setattr(
+        module.Fleet, "__enter__", lambda fleet: (setattr(fleet.run, "fleet_seats", fleet.seats), enter(fleet))[1]
+    )
+    monkeypatch.setattr(module.Run, "end_step", end_step_and_remove)
+    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**6, "--actor-timeout", 3)
+    run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
+    summary = check_ledger(run)
+    assert len(removed) == 2 and removed[1] >= 12_000 and summary["status"] == "failed"
+    assert run.error.code.startswith("error: no actor delivers any more; the last cause: actor")
+    assert summary["global_step"] == run.metrics[-1]["global_step"] // 100 * 100 + summary["global_step"] % 100
+    assert summary["fragments_lost"] <= 2 * 3
 
 
 def test_nothing_is_left_behind(start, tmp_path):
