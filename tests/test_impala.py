@@ -441,16 +441,25 @@ def test_an_environment_that_never_starts_ends_the_run(launch, cluster):
 
 
 def test_lost_weights_go_out_anew(launch, cluster, monkeypatch):
-    from ray._private.internal_api import free
+    """Those of two versions are a process's that is gone, and with it they are."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Owner:
+        def put(self, arrays):
+            return [ray.put(arrays)]
 
     module, versions = importlib.import_module("impala_ray"), []
     put = module.Fleet.put
 
     def put_and_lose(self, arrays):
-        reference = put(self, arrays)
         versions.append(self.version)
-        if len(versions) in (5, 20):
-            free([reference])
+        if len(versions) not in (5, 20):
+            return put(self, arrays)
+        owner = Owner.remote()
+        (reference,) = ray.get(owner.put.remote(arrays))
+        ray.kill(owner)
+        time.sleep(0.5)
         return reference
 
     monkeypatch.setattr(module.Fleet, "put", put_and_lose)
