@@ -56,9 +56,9 @@ class Args:
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "CartPole-v1"
     """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: int = 500_000
     """length of the run, in environment steps summed over all environments"""
-    num_envs: int = 8
+    num_envs: int = 16
     """number of environments stepped side by side"""
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
@@ -87,13 +87,13 @@ class Args:
     """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
     forced_lag: int = 0
     """versions of the weights that the actors' are kept behind the newest, to study what lag does"""
-    fragment_length: int = 32
+    fragment_length: int = 16
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: int = 1
     """fragments that an update learns from, each once"""
     gamma: float = 0.99
     """discount factor, per step"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -523,14 +523,18 @@ class AtariEnvironments:
         self.envs = envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, **options)
         self.observation, _ = self.envs.reset()
         self.frames, self.valid = self.observation.swapaxes(0, 1), np.ones(args.num_envs, bool)
+        self.is_over = ~self.valid
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N] -> rewards and ends, and those of the episodes that are written down; [N] each."""
         self.observation, reward, terminated, truncated, info = self.envs.step(action)
         self.frames = self.observation.swapaxes(0, 1)
         step = {"reward": reward, "terminated": terminated, "truncated": truncated, "valid": self.valid}
-        self.valid = ~(terminated | truncated)
-        return step | {"score": info["reward"], "over": info["terminated"].astype(bool)}
+        over = info["terminated"].astype(bool)
+        # With a new game the emulator fills its stack with the first image; with a new life it does not
+        step |= {"score": info["reward"], "over": over, "is_new": self.is_over}
+        self.valid, self.is_over = ~(terminated | truncated), over | truncated
+        return step
 
 
 # ---- Networks ----
@@ -962,7 +966,7 @@ class Batch:
             if name in fragment:
                 array[:, columns] = fragment[name]
         if self.stack > 1:
-            self.arrays["frame"][:, columns] = stacked_frames(fragment["valid"], self.stack)
+            self.arrays["frame"][:, columns] = stacked_frames(fragment["is_new"], self.stack)
 
     def upload(self) -> None:
         """Sends the arrays to the device."""
@@ -970,15 +974,15 @@ class Batch:
             tensor.copy_(host, non_blocking=True)
 
 
-def stacked_frames(valid: np.ndarray, stack: int) -> np.ndarray:
+def stacked_frames(is_new: np.ndarray, stack: int) -> np.ndarray:
     """The rows of a fragment's frames that its stacked observations consist of; [T, N] -> [T + 1, N, stack].
 
-    A stack is filled with an episode's first frame, which the row that only resets returns.
+    A stack is filled with the frame that a step returns which begins a new game.
     """
-    steps, count = valid.shape
+    steps, count = is_new.shape
     at = np.arange(1, steps + 1)[:, None]
-    first = np.concatenate([np.full((1, count), -stack), np.where(valid, -stack, at)])
-    first = np.maximum.accumulate(first)  # of the episode, as far as the fragment reaches back
+    first = np.concatenate([np.full((1, count), -stack), np.where(is_new, at, -stack)])
+    first = np.maximum.accumulate(first)  # frame of the game, as far as the fragment reaches back
     rows = np.arange(steps + 1)[:, None, None] + np.arange(1 - stack, 1)
     return np.maximum(rows, first[:, :, None]) + stack - 1
 

@@ -272,14 +272,14 @@ def test_frames_are_stacked_as_the_emulator_does():
     """Frame by frame: a stack that the first frame of an episode fills, then moves on."""
     module = importlib.import_module("impala_ray")
     rng = np.random.default_rng(0)
-    valid = rng.random((30, 50)) > 0.2
+    is_new = rng.random((30, 50)) < 0.2
     stack = [[-3, -2, -1, 0] for _ in range(50)]
     expected = [[list(frames) for frames in stack]]
     for t in range(30):
         for n in range(50):
-            stack[n] = [*stack[n][1:], t + 1] if valid[t, n] else [t + 1] * 4
+            stack[n] = [t + 1] * 4 if is_new[t, n] else [*stack[n][1:], t + 1]
         expected.append([list(frames) for frames in stack])
-    np.testing.assert_array_equal(module.stacked_frames(valid, 4), np.array(expected) + 3)
+    np.testing.assert_array_equal(module.stacked_frames(is_new, 4), np.array(expected) + 3)
 
 
 # ---- Runs in one process ----
