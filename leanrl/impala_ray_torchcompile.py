@@ -62,7 +62,7 @@ class Args:
     """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
     total_timesteps: int = 500_000
     """length of the run, in environment steps summed over all environments"""
-    num_envs: int = 16
+    num_envs: int = 8
     """number of environments stepped side by side"""
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
@@ -91,13 +91,13 @@ class Args:
     """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
     forced_lag: int = 0
     """versions of the weights that the actors' are kept behind the newest, to study what lag does"""
-    fragment_length: int = 16
+    fragment_length: int = 32
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: int = 1
     """fragments that an update learns from, each once"""
     gamma: float = 0.99
     """discount factor, per step"""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -113,7 +113,7 @@ class Args:
     """weight of the entropy in the loss"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: float = 40.0
     """norm to which longer gradients are cut"""
 
     compile: bool = False

@@ -1,5 +1,6 @@
 """IMPALA: V-trace against an oracle, fragments that say what happened, and real Ray actors that go wrong."""
 
+import copy
 import functools
 import importlib
 import itertools
@@ -282,6 +283,30 @@ def test_frames_are_stacked_as_the_emulator_does():
     np.testing.assert_array_equal(module.stacked_frames(is_new, 4), np.array(expected) + 3)
 
 
+def test_frames_make_the_stacks_that_envpool_shows():
+    """Through lives lost and games over; three games of Breakout, whose lives random play soon loses."""
+    pytest.importorskip("envpool")
+    module = importlib.import_module("impala_ray")
+    args = arguments(env_id="Breakout-v5", num_envs=3, fragment_length=250)
+    actor = module.Actor(args, functools.partial(module.make_network, (4, 84, 84), 4), module.act_discrete, 0, 0, 0)
+    seen = []
+
+    def act(network, observation, rng):
+        seen.append(observation.copy())
+        return rng.integers(4, size=3), np.zeros(3)
+
+    actor.act = act
+    weights = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()]
+    batch = module.Batch(args, (4, 84, 84), (), CPU)
+    for version in range(2):
+        fragment = actor.sample(weights, version)
+        batch.fill(0, fragment)
+        rows = batch.arrays["frame"]
+        stacks = batch.arrays["observation"][rows, np.arange(3)[:, None]]
+        np.testing.assert_array_equal(stacks, [*seen[250 * version :], actor.envs.observation])
+    assert fragment["is_new"].sum() >= 1 and (~fragment["valid"]).sum() > fragment["is_new"].sum()
+
+
 # ---- Runs in one process ----
 def small(*flags):
     return ["--total-timesteps", 300, "--num-envs", 3, "--fragment-length", 7, "--measure-burnin", 20, *flags]
@@ -342,6 +367,30 @@ def test_same_seed_same_run_and_both_versions_agree(launch):
     runs = [launch(script, *small("--seed", 7)) for script in ("impala_ray", "impala_ray", "impala_ray_torchcompile")]
     assert runs[0].episodes == runs[1].episodes == runs[2].episodes
     assert launch("impala_ray", *small("--seed", 8)).episodes != runs[0].episodes
+
+
+def test_compiled_once_and_the_same_run(launch, monkeypatch):
+    """With --compile: one graph, none in the window of fps, and the losses of the run without it."""
+    module, script, seen = importlib.import_module("impala_ray_torchcompile"), "impala_ray_torchcompile", []
+    monkeypatch.setattr(module, "LOG_EVERY", 20)
+    eager = launch(script, *small())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    publish = module.Fleet.publish
+
+    def publish_and_count(fleet, weights):
+        seen.append(copy.deepcopy({name: dict(counts) for name, counts in torch._dynamo.utils.counters.items()}))
+        publish(fleet, weights)
+
+    monkeypatch.setattr(module.Fleet, "publish", publish_and_count)
+    compiled = launch(script, *small("--compile"))
+    assert seen[0]["stats"]["unique_graphs"] == 1 and "graph_break" not in seen[0] and seen[0] == seen[-1]
+    assert compiled.summary["variant"] == "compile" and compiled.summary["warmup_seconds"] > 0
+    assert len(seen) == 1 + compiled.summary["updates"] and compiled.summary["updates"] > 10
+    assert [line["length"] for line in compiled.episodes] == [line["length"] for line in eager.episodes]
+    for ours, theirs in zip(compiled.metrics, eager.metrics, strict=True):
+        for name in ("policy_loss", "value_loss", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-3)
 
 
 def test_a_forced_lag_is_kept(launch):
