@@ -31,6 +31,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 import warnings
@@ -678,6 +679,12 @@ def ray_session(args: Args) -> Iterable[None]:
         return
     import ray
 
+    host, _, port = (args.ray_address or "").rpartition(":")
+    if port.isdecimal():  # where nobody answers, Ray would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
@@ -792,10 +799,9 @@ class Fleet:
         self.lags.append(lag)
         self.lag_min, self.lag_sum, self.lag_max = min(self.lag_min, lag), self.lag_sum + lag, max(self.lag_max, lag)
         run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
-        for i, before in zip(env_ids, fragment["return_before"].tolist(), strict=True):
-            run.returns[i] = before
-        for i, before in zip(env_ids, fragment["length_before"].tolist(), strict=True):
-            run.lengths[i] = before
+        before = (fragment["return_before"].tolist(), fragment["length_before"].tolist())
+        for i, total, length in zip(env_ids, *before, strict=True):
+            run.returns[i], run.lengths[i] = total, length
         for t, valid in enumerate(fragment["valid"]):
             step = [fragment[name][t][valid].tolist() for name in ("score", "over", "truncated")]
             run.step(*step, env_ids[valid])

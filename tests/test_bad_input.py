@@ -215,6 +215,8 @@ def test_actions_that_have_no_values_of_their_own(refused, script, env_id, space
 def test_actors_that_cannot_be(refused, monkeypatch, script):
     err = refused(script, "--ray-address", "127.0.0.1:1")
     assert err == "error: --ray-address 127.0.0.1:1: needs --num-actors of at least 1\n"
+    err = refused(script, "--ray-address", "127.0.0.1:1", "--num-actors", 1)
+    assert err.startswith("error: --ray-address 127.0.0.1:1: must be the address of a Ray cluster (")
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find_spec(name, *a))
     assert "--num-actors 2: needs the ray package: pip install ray" in refused(script, "--num-actors", 2)
@@ -253,7 +255,7 @@ def test_track_without_an_account(refused, monkeypatch, script):
 def test_output_dir_that_cannot_be_written_to(refused, tmp_path, script):
     (tmp_path / "file").write_text("in the way")
     small = ["--env-id", taken_by(script)]
-    small += [] if script in ON_POLICY else ["--buffer-size", "2000"]
+    small += [] if script in ON_POLICY or script in RAY else ["--buffer-size", "2000"]
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for folder in ("file", "file/runs", "dangling", "x" * 300):
         err = refused(script, *small, "--no-cuda", "--output-dir", folder)
