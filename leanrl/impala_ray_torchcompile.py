@@ -647,6 +647,8 @@ class Actor:
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
         self.envs = (AtariEnvironments if is_atari(args.env_id) else GymEnvironments)(args, seed, step)
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+        with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
+            act(self.network, self.envs.observation, np.random.default_rng())
 
     def ready(self) -> int:
         """Which of this actor's lives it is; answered when its environments are made."""

@@ -510,7 +510,11 @@ def test_lost_weights_go_out_anew(launch, cluster, monkeypatch):
         owner = Owner.remote()
         (reference,) = ray.get(owner.put.remote(arrays))
         ray.kill(owner)
-        time.sleep(0.5)
+        with pytest.raises(ray.exceptions.RayActorError):  # it may take a moment to die
+            for _ in range(100):
+                ray.get(owner.put.remote([]))
+                time.sleep(0.1)
+        time.sleep(0.2)
         return reference
 
     monkeypatch.setattr(module.Fleet, "put", put_and_lose)
