@@ -492,10 +492,13 @@ def test_an_environment_that_never_starts_ends_the_run(launch, cluster):
 
 
 def test_lost_weights_go_out_anew(launch, cluster, monkeypatch):
-    """Those of two versions are a process's that is gone, and with it they are."""
+    """Those of two versions are of a process that is gone, on another node than the actors are."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    @ray.remote(num_cpus=0)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+    @ray.remote(num_cpus=0, scheduling_strategy=here)
     class Owner:
         def put(self, arrays):
             return [ray.put(arrays)]
