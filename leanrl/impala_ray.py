@@ -127,7 +127,8 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
-    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
+    steps = getattr(args, "num_steps", 0) or getattr(args, "fragment_length", 0) * getattr(args, "batch_fragments", 0)
+    rollout, tiny, huge = args.num_envs * steps, sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
@@ -142,7 +143,7 @@ def check_args(args: Args) -> None:
         ("gamma gae_lambda trace_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
         ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
         ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
-        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("total_timesteps", f"must be at least a rollout of {rollout}", rollout, math.inf),
         ("num_minibatches", minibatches, 1, rollout // 2),
         ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
         ("num_actors", "needs the ray package: pip install ray", 0, math.inf if importlib.util.find_spec("ray") else 0),
@@ -626,7 +627,9 @@ class Actor:
     each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
     """
 
-    def __init__(self, args: Args, build: Callable, act: Callable, number: int, incarnation: int, step: int):
+    def __init__(
+        self, args: Args, make_envs: Callable, build: Callable, act: Callable, number: int, incarnation: int, step: int
+    ):
         if args.num_actors:
             import ray
 
@@ -636,7 +639,7 @@ class Actor:
         self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
         sequence = np.random.SeedSequence([args.seed, number, incarnation])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
-        self.envs = (AtariEnvironments if is_atari(args.env_id) else GymEnvironments)(args, seed, step)
+        self.envs = make_envs(args, seed, step)
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             act(self.network, self.envs.observation, np.random.default_rng())
@@ -649,8 +652,9 @@ class Actor:
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
         """A fragment made with these weights. Raises FloatingPointError if an environment returns what is no number."""
         if version != self.version:
-            for parameter, value in zip(self.network.parameters(), weights, strict=True):
-                parameter.copy_(torch.tensor(value))
+            own = (*self.network.parameters(), *self.network.buffers())
+            for tensor, value in zip(own, weights, strict=True):
+                tensor.copy_(torch.tensor(value))
             self.version = version
         # Totals of the episodes so far, with which the learner's go on even after a fragment that was lost
         fragment = {"stamp": np.array([self.number, self.incarnation, self.sequence, version])}
@@ -739,8 +743,8 @@ class Fleet:
     does `take` raise ChildProcessError. Without Ray the one actor is called here, and its errors are the run's.
     """
 
-    def __init__(self, args: Args, run: Run, build: Callable, act: Callable):
-        self.args, self.run, self.recipe = args, run, (args, build, act)
+    def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
+        self.args, self.run, self.recipe = args, run, (args, make_envs, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
         self.delivered, self.lost, self.consumed, self.restarts, self.bytes = 0, 0, 0, 0, 0
         self.lags = []  # of the fragments since the last update
@@ -1089,8 +1093,9 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = IMPALAAgent(args, shape, actions, device)
 
-    build = functools.partial(make_network, shape, actions)
-    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, build, act_discrete) as fleet:
+    make_envs = AtariEnvironments if len(shape) == 3 else GymEnvironments
+    recipe = (make_envs, functools.partial(make_network, shape, actions), act_discrete)
+    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
         fleet.publish(agent.weights())
         learning_rate = args.learning_rate
         while run.global_step < args.total_timesteps:

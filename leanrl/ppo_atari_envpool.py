@@ -120,7 +120,8 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
-    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
+    steps = getattr(args, "num_steps", 0) or getattr(args, "fragment_length", 0) * getattr(args, "batch_fragments", 0)
+    rollout, tiny, huge = args.num_envs * steps, sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
@@ -135,7 +136,7 @@ def check_args(args: Args) -> None:
         ("gamma gae_lambda trace_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
         ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
         ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
-        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("total_timesteps", f"must be at least a rollout of {rollout}", rollout, math.inf),
         ("num_minibatches", minibatches, 1, rollout // 2),
         ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
         ("num_actors", "needs the ray package: pip install ray", 0, math.inf if importlib.util.find_spec("ray") else 0),

@@ -128,7 +128,8 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
-    rollout, tiny, huge = args.num_envs * getattr(args, "num_steps", 0), sys.float_info.min, sys.float_info.max
+    steps = getattr(args, "num_steps", 0) or getattr(args, "fragment_length", 0) * getattr(args, "batch_fragments", 0)
+    rollout, tiny, huge = args.num_envs * steps, sys.float_info.min, sys.float_info.max
     counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
     minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
     for names, allowed, low, high in (
@@ -143,7 +144,7 @@ def check_args(args: Args) -> None:
         ("gamma gae_lambda trace_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
         ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
         ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
-        ("total_timesteps", f"must be at least a rollout, num_envs * num_steps = {rollout}", rollout, math.inf),
+        ("total_timesteps", f"must be at least a rollout of {rollout}", rollout, math.inf),
         ("num_minibatches", minibatches, 1, rollout // 2),
         ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
         ("num_actors", "needs the ray package: pip install ray", 0, math.inf if importlib.util.find_spec("ray") else 0),
@@ -537,9 +538,9 @@ class RunningMoments:
         self.mean += deviation.sum(0, keepdims=True) / self.count
         self.squares += (deviation * (rows - self.mean)).sum(0, keepdims=True)
 
-    def scale(self, rows: np.ndarray) -> np.ndarray:
-        """The rows' distance from the mean in standard deviations, clipped to ±10; [N, size]."""
-        return ((rows - self.mean) / np.sqrt(self.squares / self.count + 1e-8)).clip(-10, 10)
+    def deviation(self) -> np.ndarray:
+        """The rows' standard deviation; [1, size]."""
+        return np.sqrt(self.squares / self.count + 1e-8)
 
 
 class RunningVariance:
@@ -716,9 +717,10 @@ class CompiledContinuousPPOAgent(nn.Module):
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def normalize(self, observation: np.ndarray) -> np.ndarray:
-        """Takes raw observations into the statistics, and normalises them; [N, observation_dim]."""
-        self.observation_moments.update(observation)
-        return self.observation_moments.scale(observation).astype(np.float32)
+        """Takes raw observations into the statistics; their distance from the mean in deviations, clipped to ±10."""
+        moments = self.observation_moments
+        moments.update(observation)
+        return ((observation - moments.mean) / moments.deviation()).clip(-10, 10).astype(np.float32)
 
     def scale_rewards(self, rewards: Sequence[float], ended: Sequence[int]) -> list[float]:
         """Rewards in standard deviations of the discounted return, clipped to ±10; [num_envs]."""

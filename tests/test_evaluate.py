@@ -201,7 +201,8 @@ def test_another_variant_is_labelled(folder_of, capsys):
 def own_outputs(script, agent, observation, monkeypatch):
     """What the agent itself does on raw observations when it does not explore; the logits of discrete actions."""
     if script.startswith("ppo_continuous"):
-        observation = agent.observation_moments.scale(observation.numpy()).astype(np.float32)
+        moments = agent.observation_moments
+        observation = ((observation.numpy() - moments.mean) / moments.deviation()).clip(-10, 10).astype(np.float32)
         mean, *_ = agent.policy_and_value(agent.network, torch.as_tensor(observation))
         return mean.clamp(torch.as_tensor(agent.low), torch.as_tensor(agent.high))
     if script.startswith("ppo"):

@@ -182,7 +182,7 @@ class Played:
             if "compile" in script:
                 self.agent.network.copy_(self.agent.module.flatten())
         build = functools.partial(self.module.make_network, (4,), 2)
-        self.actor = self.module.Actor(self.args, build, self.module.act_discrete, 0, 0, 0)
+        self.actor = self.module.Actor(self.args, self.module.GymEnvironments, build, self.module.act_discrete, 0, 0, 0)
         weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
         for i in range(2):
             self.agent.batch.fill(i, self.actor.sample(weights, 0))
@@ -288,7 +288,15 @@ def test_frames_make_the_stacks_that_envpool_shows():
     pytest.importorskip("envpool")
     module = importlib.import_module("impala_ray")
     args = arguments(env_id="Breakout-v5", num_envs=3, fragment_length=250)
-    actor = module.Actor(args, functools.partial(module.make_network, (4, 84, 84), 4), module.act_discrete, 0, 0, 0)
+    actor = module.Actor(
+        args,
+        module.AtariEnvironments,
+        functools.partial(module.make_network, (4, 84, 84), 4),
+        module.act_discrete,
+        0,
+        0,
+        0,
+    )
     seen = []
 
     def act(network, observation, rng):
@@ -317,7 +325,9 @@ def test_a_fragment_is_what_happened(script):
     """Each transition of the scripted environments is in a valid row, once, with the observation before and after."""
     module, args = importlib.import_module(script), arguments(script, env_id="CounterDiscrete-v0", num_envs=3)
     environments.Counter.forget()
-    actor = module.Actor(args, lambda: module.make_network((3,), 3), module.act_discrete, 0, 0, 0)
+    actor = module.Actor(
+        args, module.GymEnvironments, lambda: module.make_network((3,), 3), module.act_discrete, 0, 0, 0
+    )
     weights = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()]
     fragments = [actor.sample(weights, version) for version in range(20)]
     assert [fragment["stamp"].tolist() for fragment in fragments] == [[0, 0, n, n] for n in range(20)]

@@ -1,0 +1,1321 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "envpool>=1.2.5,<1.3", "ray>=2.50,<3"]
+# ///
+"""Asynchronous PPO: actors that do not wait, one learner, PPO's epochs (https://arxiv.org/abs/1707.06347) on V-trace.
+
+Actors play with weights that may be some versions old, and send fragments of what they did. V-trace (Espeholt et al.
+2018) corrects their advantages for what the learner's policy would have done; PPO's ratios then count from that
+policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/abs/2110.00641). Without lag it is PPO.
+This is the eager reference; `appo_ray_torchcompile.py` is the same algorithm at full speed.
+
+    python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
+    python leanrl/appo_ray.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --fragment-length 512 \
+        --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 --ent-coef 0
+
+Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's: --env-id Breakout-v5.
+To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+"""
+
+import collections
+import contextlib
+import difflib
+import fcntl
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """seed of every random number: environments, networks, exploration, replay"""
+    env_id: str = "CartPole-v1"
+    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    total_timesteps: int = 500_000
+    """length of the run, in environment steps summed over all environments"""
+    num_envs: int = 8
+    """number of environments stepped side by side"""
+    cuda: bool = True
+    """train on CUDA where there is a device, else on the CPU"""
+    torch_deterministic: bool = True
+    """have cuDNN and cuBLAS use repeatable kernels"""
+    track: bool = False
+    """send the metrics to Weights & Biases as well (needs the wandb package)"""
+    wandb_project: str = "leanrl"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases team or user; your default one if not given"""
+    output_dir: str = "runs"
+    """folder in which the run's own folder is made"""
+    measure_burnin: int = 5000
+    """environment steps after learning has started before fps is measured"""
+    save_every: int = 0
+    """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
+    resume: str | None = None
+    """folder of the run to go on with, under its own arguments; environments begin new episodes, PPO a new rollout"""
+
+    num_actors: int = 0
+    """actors that Ray starts, each a process with --num-envs environments; 0: one, in this process, without Ray"""
+    ray_address: str | None = None
+    """address of the Ray cluster to join; Ray starts on this machine alone if not given"""
+    actor_timeout: int = 60
+    """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
+    forced_lag: int = 0
+    """versions of the weights that the actors' are kept behind the newest, to study what lag does"""
+    fragment_length: int = 64
+    """steps of each environment in a fragment, which is what an actor makes in a call"""
+    batch_fragments: int = 1
+    """fragments that an update learns from, each once"""
+    gamma: float = 0.99
+    """discount factor, per step"""
+    learning_rate: float = 1e-3
+    """learning rate of Adam"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0 over the run"""
+    vtrace: bool = True
+    """correct for the lag by V-trace; else learn as if the learner's own policy had acted"""
+    rho_clip: float = 1.0
+    """most that a step's ratio of new to old probability counts (ρ̄ of V-trace)"""
+    c_clip: float = 1.0
+    """most that such a ratio counts in the trace to steps before (c̄ of V-trace)"""
+    trace_lambda: float = 0.95
+    """λ by which V-trace's trace to steps before is cut each step"""
+    num_minibatches: int = 4
+    """minibatches into which an epoch divides a rollout"""
+    update_epochs: int = 4
+    """times that each transition of a rollout is used"""
+    norm_adv: bool = True
+    """normalise the advantages of each minibatch"""
+    clip_coef: float = 0.2
+    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    clip_vloss: bool = True
+    """clip the change of the value, too"""
+    ent_coef: float = 0.01
+    """weight of the entropy in the loss"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """norm to which longer gradients are cut"""
+    target_kl: float | None = None
+    """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+CHECKPOINT_FORMAT = 3
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    steps = getattr(args, "num_steps", 0) or getattr(args, "fragment_length", 0) * getattr(args, "batch_fragments", 0)
+    rollout, tiny, huge = args.num_envs * steps, sys.float_info.min, sys.float_info.max
+    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
+    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
+    for names, allowed, low, high in (
+        (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
+        ("hidden_size slice_length fragment_length batch_fragments actor_timeout", "must be at least 1", 1, math.inf),
+        ("learning_starts measure_burnin save_every burn_in num_actors forced_lag", "must be at least 0", 0, math.inf),
+        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
+        ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
+        ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
+        ("rho_clip c_clip", "must be finite, at least 0", 0, huge),
+        ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
+        ("gamma gae_lambda trace_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
+        ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
+        ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
+        ("total_timesteps", f"must be at least a rollout of {rollout}", rollout, math.inf),
+        ("num_minibatches", minibatches, 1, rollout // 2),
+        ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
+        ("num_actors", "needs the ray package: pip install ray", 0, math.inf if importlib.util.find_spec("ray") else 0),
+        ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
+    ):
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not low <= value <= high:
+                fail(name, value, allowed)
+    if rollout % getattr(args, "num_minibatches", 1):
+        fail("num_minibatches", args.num_minibatches, minibatches)
+
+
+def stored_args() -> Args:
+    """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
+    folder = tyro.cli(Args).resume
+    try:
+        config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
+        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+    except (OSError, ValueError, AttributeError) as error:
+        fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+def open_files(folder: Path, mode: str) -> dict[str, TextIO]:
+    """The files of metrics and episodes; raises BlockingIOError if another run has them open."""
+    files = {name: open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")}
+    try:
+        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError("in use by another run") from None
+    except OSError:
+        pass  # some network disks know no locks
+    return files
+
+
+def end_of_step(file: TextIO, step: int) -> int:
+    """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
+    return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
+
+
+def replace_file(path: Path, write: Callable) -> None:
+    """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Mapping) -> None:
+    replace_file(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
+
+
+class Run:
+    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. With --resume
+    it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
+    """
+
+    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
+
+    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
+        self.args, self.device = args, device
+        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
+        self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
+        count = args.num_envs * max(getattr(args, "num_actors", 0), 1)
+        self.returns, self.lengths, self.is_cut = [0.0] * count, [0] * count, False
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        versions = {"python": platform.python_version()}
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
+            versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        self.about["versions"] = versions
+        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        # The agent's attributes that have a state but are no modules: eager optimisers, running statistics
+        parts = {**vars(agent), "run": self, "agent": agent, "buffer": None}
+        if getattr(args, "save_replay", False):
+            parts["buffer"] = buffer
+            place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
+            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
+            free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
+            print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
+            if size > free:  # the old one lies there until the new one is whole
+                fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        self.folder = self.reopen_folder() if args.resume else self.make_folder()
+        self.first_step = self.last_step = self.global_step
+        self.updates_before = self.updates
+        self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
+        # What the agent learns from has to be collected first, anew where a resumed run has no replay
+        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
+        self.learning_starts = getattr(args, "learning_starts", min(rollout, left // 2))
+        self.learning_starts += 0 if "buffer" in self.parts else self.first_step
+        opens = min(max(self.learning_starts, self.first_step), args.total_timesteps)
+        self.window_opens = opens + min(args.measure_burnin, (args.total_timesteps - opens) // 2)
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            name = self.folder.resolve().name
+            try:
+                self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
+            except wandb.errors.Error as error:
+                if not args.resume:
+                    shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
+
+    def make_folder(self) -> Path:
+        """A new folder, with config.json and empty files of metrics and episodes."""
+        args = self.args
+        stem = [re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *self.flags, str(args.seed)]
+        while True:
+            folder = Path(args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+            try:
+                folder.mkdir(parents=True)
+                break
+            except OSError as error:
+                if not os.path.isdir(folder):
+                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+                time.sleep(0.1)  # another run began within this second
+        write_json(folder / "config.json", vars(args) | self.about)
+        self.files = open_files(folder, "w")
+        return folder
+
+    def reopen_folder(self) -> Path:
+        """The folder that `args.resume` names, with everything as it was at its checkpoint.
+
+        Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
+        """
+        args, folder = self.args, Path(self.args.resume)
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+        try:
+            stored = json.loads((folder / "config.json").read_text())
+            self.files = open_files(folder, "r+")
+            checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
+                raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
+            if (found := (checkpoint["format"], checkpoint["script"])) != (CHECKPOINT_FORMAT, Path(__file__).stem):
+                raise ValueError(f"it is of format {found[0]} and of the script {found[1]}")
+            stored["env_id"] = checkpoint["env_id"]
+            for name, value in vars(args).items():
+                may_grow = name == "total_timesteps" and value >= stored[name]
+                if name != "resume" and not may_grow and value != stored.get(name):
+                    fail(name, value, f"must be {stored.get(name)}, as in {folder}")
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint["parts"][name])
+            for set_state, state in zip(setters, checkpoint["random"]):
+                set_state(state)
+            ends = [end_of_step(file, self.global_step) for file in self.files.values()]
+        except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+            reason = str(error).partition("\n")[0] or repr(error)
+            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
+        if self.global_step >= args.total_timesteps:
+            fail("total_timesteps", args.total_timesteps, f"must be above the {self.global_step} made before")
+        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
+        for file, end in zip(self.files.values(), ends):
+            file.seek(end)
+            file.truncate()
+        self.resumed_at.append(self.global_step)
+        (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
+        return folder
+
+    def __enter__(self):
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        about = {"total": self.args.total_timesteps, "initial": self.global_step, "unit": "step"}
+        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
+        return self
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        vars(self).update({name: state[name] for name in self.saved})
+
+    def interrupt(self, number: int, _frame) -> None:
+        """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
+        self.stop = self.stop or (number, time.perf_counter())
+        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True
+            raise KeyboardInterrupt(number)
+
+    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
+        """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
+        self.global_step += len(rewards)
+        env_ids = range(len(rewards)) if env_ids is None else env_ids
+        for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
+            self.returns[i] += float(reward)
+            self.lengths[i] += 1
+            if is_terminated or is_truncated:
+                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
+                self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.recent = [*self.recent[-99:], (total, self.lengths[i])] if total is not None else self.recent
+                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+
+    def end_step(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
+        last_step, self.last_step = self.last_step, self.global_step
+        if self.window is None and self.global_step >= self.window_opens:
+            self.window = (self.global_step, self.now())
+        if self.global_step // LOG_EVERY > last_step // LOG_EVERY or self.global_step >= self.args.total_timesteps:
+            self.log(losses, learning_rate)
+        if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
+            self.save()
+        if self.stop is not None:
+            raise KeyboardInterrupt(self.stop[0])
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+        """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
+        losses = {name: float(loss) for name, loss in losses.items()}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {**self.means(), **losses, "learning_rate": learning_rate}
+        self.files["metrics"].write(json.dumps(line) + "\n")
+        if self.args.track:
+            self.tracked.log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def save(self) -> None:
+        """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
+        self.wall_seconds = time.perf_counter() - self.start
+        kind, keys, *rest = np.random.get_state()
+        generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
+        generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
+        checkpoint |= {"global_step": self.global_step, "random": generators}
+        try:
+            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
+            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
+            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
+            replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        except (OSError, RuntimeError, ArithmeticError) as error:
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
+        return {"episode_return": means[0], "episode_length": means[1]}
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
+        status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
+        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
+        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
+        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
+        summary |= {"peak_memory_bytes": peak, "status": status}
+        is_whole = status != "interrupted" or (self.stop is not None and not self.is_cut)
+        if self.global_step > self.first_step and is_whole:
+            self.save()  # else there is nothing new, or a step may have been left in the middle
+        self.bar.close()
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(self.folder / "summary.json", summary)
+            for file in self.files.values():
+                file.close()
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if status == "interrupted":
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+        if kind in (FloatingPointError, ChildProcessError):
+            sys.exit(f"error: {error}")
+
+
+# ---- Environments ----
+def make_environments(args: Args) -> list[gym.Env]:
+    """The environments; ends the program with exit status 2 if they can't be made.
+
+    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
+    """
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+    except (gym.error.Error, ImportError) as error:
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+
+
+def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
+    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
+    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
+        env.action_space.seed(action_seed)
+    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
+
+
+def check_discrete_spaces(env: gym.Env) -> None:
+    """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        fail("env_id", env.spec.id, f"its actions must be Discrete and start at 0, not {actions}")
+
+
+def check_continuous_spaces(env: gym.Env) -> None:
+    """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+    is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+    if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
+        fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
+
+
+def is_atari(env_id: str) -> bool:
+    """Whether it is one of EnvPool's Atari games; Gymnasium's names go first, as EnvPool takes long to import."""
+    if ":" in env_id or env_id in gym.registry or importlib.util.find_spec("envpool") is None:
+        return False
+    import envpool
+
+    return envpool.registration.registry.specs.get(env_id, (None,))[0] == "envpool.atari"
+
+
+class GymEnvironments:
+    """Gymnasium's environments side by side. A step after an episode's end only resets: it is not valid.
+
+    `frames`, [1, N, ...], are the newest observations.
+    """
+
+    def __init__(self, args: Args, seed: int, step: int):
+        self.envs = make_environments(args)
+        self.observation = np.stack(first_observations(self.envs, seed, step), dtype=np.float32)
+        self.frames, self.valid = self.observation[None], np.ones(args.num_envs, bool)
+
+    def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
+        """Takes a step; [N, ...] -> rewards and ends, and those of the episodes that are written down; [N] each."""
+        reward, ends = np.zeros(len(action), np.float32), np.zeros((2, len(action)), bool)
+        for i, env in enumerate(self.envs):
+            if self.valid[i]:
+                self.observation[i], reward[i], ends[0, i], ends[1, i], _ = env.step(action[i])
+            else:
+                self.observation[i], _ = env.reset()
+        step = {"reward": reward, "terminated": ends[0], "truncated": ends[1], "valid": self.valid}
+        self.valid = ~ends.any(0)
+        return step | {"score": reward, "over": ends[0]}
+
+
+class BoundedEnvironments(GymEnvironments):
+    """Gymnasium's environments with continuous actions, which are clipped to what each dimension allows."""
+
+    def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
+        """Takes a step; [N, A] -> rewards and ends, and those of the episodes that are written down; [N] each."""
+        return super().step(action.clip(self.envs[0].action_space.low, self.envs[0].action_space.high))
+
+
+class AtariEnvironments:
+    """EnvPool's emulators of an Atari game. A step after an episode's end only resets: it is not valid.
+
+    To the agent each life is an episode, and rewards are cut to their sign; "score" and "over" are the game's own.
+    `frames`, [4, N, 84, 84], are the newest images, the last one last.
+    """
+
+    def __init__(self, args: Args, seed: int, step: int):
+        import envpool
+
+        seeds = (np.random.SeedSequence([seed, step]).generate_state(args.num_envs) // 2).tolist()  # below 2**31
+        options = {"env_seed": seeds, "episodic_life": True, "reward_clip": True}
+        options |= {"num_threads": 1} if args.num_actors else {}  # the CPU that Ray gives an actor
+        self.envs = envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, **options)
+        self.observation, _ = self.envs.reset()
+        self.frames, self.valid = self.observation.swapaxes(0, 1), np.ones(args.num_envs, bool)
+        self.is_over = ~self.valid
+
+    def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
+        """Takes a step; [N] -> rewards and ends, and those of the episodes that are written down; [N] each."""
+        self.observation, reward, terminated, truncated, info = self.envs.step(action)
+        self.frames = self.observation.swapaxes(0, 1)
+        step = {"reward": reward, "terminated": terminated, "truncated": truncated, "valid": self.valid}
+        over = info["terminated"].astype(bool)
+        # With a new game the emulator fills its stack with the first image; with a new life it does not
+        step |= {"score": info["reward"], "over": over, "is_new": self.is_over}
+        self.valid, self.is_over = ~(terminated | truncated), over | truncated
+        return step
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units; `gain` scales the last layer's weights."""
+    hidden = [orthogonal(nn.Linear(size, 64), math.sqrt(2)) for size in (inputs, 64)]
+    return nn.Sequential(hidden[0], nn.Tanh(), hidden[1], nn.Tanh(), orthogonal(nn.Linear(64, outputs), gain))
+
+
+class CategoricalActorCritic(nn.Module):
+    """Logits of the actions and the value of the state; [B, observation_dim] -> [B, actions], [B]."""
+
+    def __init__(self, observation_dim: int, actions: int):
+        super().__init__()
+        self.actor = mlp(observation_dim, actions, 0.01)
+        self.critic = mlp(observation_dim, 1, 1.0)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(observation), self.critic(observation).squeeze(-1)
+
+
+class GaussianActorCritic(nn.Module):
+    """Mean and log standard deviation of the policy's Gaussian, and the value; [..., D] -> [..., A], [A], [...].
+
+    The deviation does not depend on the observation.
+    """
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.actor = mlp(observation_dim, action_dim, 0.01)
+        self.critic = mlp(observation_dim, 1, 1.0)
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.actor(observation), self.log_std, self.critic(observation).squeeze(-1)
+
+
+class AtariActorCritic(nn.Module):
+    """Logits of the actions and the value of the state (network of Mnih et al. 2015); [B, 4, 84, 84] -> [B, A], [B]."""
+
+    def __init__(self, actions: int):
+        super().__init__()
+        gain = math.sqrt(2)
+        self.trunk = nn.Sequential(
+            orthogonal(nn.Conv2d(4, 32, 8, stride=4), gain),
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(32, 64, 4, stride=2), gain),
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(64, 64, 3), gain),
+            nn.ReLU(),
+            nn.Flatten(),
+            orthogonal(nn.Linear(64 * 7 * 7, 512), gain),
+            nn.ReLU(),
+        )
+        self.actor, self.critic = orthogonal(nn.Linear(512, actions), 0.01), orthogonal(nn.Linear(512, 1), 1.0)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(observation / 255.0)
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+class Normalizer(nn.Module):
+    """Observations' distance from the mean in standard deviations, clipped to ±10; [..., D] -> [..., D].
+
+    It moves with the versions of the weights only, so that actor and learner see the same at the same version.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.mean, self.deviation = nn.Buffer(torch.zeros(size)), nn.Buffer(torch.ones(size))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return ((observation - self.mean) / self.deviation).clamp(-10, 10)
+
+    def follow(self, moments: "RunningMoments") -> None:
+        """Takes over the mean and the deviation of all observations so far."""
+        for buffer, values in ((self.mean, moments.mean), (self.deviation, moments.deviation())):
+            buffer.copy_(torch.from_numpy(values).squeeze(0))
+
+
+def make_actor_critic(shape: tuple[int, ...], actions: int | tuple[int]) -> nn.Module:
+    """The network for observations and actions of these shapes: the policy's outputs and the value."""
+    if isinstance(actions, tuple):
+        return nn.Sequential(Normalizer(*shape), GaussianActorCritic(*shape, *actions))
+    return AtariActorCritic(actions) if len(shape) == 3 else CategoricalActorCritic(*shape, actions)
+
+
+def gaussian_log_prob(mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """Log-probability of actions with independent dimensions; [..., A], [A], [..., A] -> [...]."""
+    return (-0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def log_prob_and_entropy(
+    policy: torch.Tensor, log_std: torch.Tensor | None, action: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of actions, and the policy's entropy; [..., outputs], -, [...] or [..., A] -> two of [...]."""
+    if log_std is not None:
+        log_prob = gaussian_log_prob(policy, log_std, action)
+        return log_prob, (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(log_prob)
+    log_probs = F.log_softmax(policy, -1)
+    log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
+    return log_prob, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+# ---- Normalisation ----
+class RunningMoments:
+    """Mean and variance of all rows seen, each of `size` (Welford 1962, for several rows at a time)."""
+
+    def __init__(self, size: int):
+        self.count, self.mean, self.squares = 1e-4, np.zeros((1, size)), np.full((1, size), 1e-4)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": self.mean.tolist(), "squares": self.squares.tolist()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.count, self.mean[:], self.squares[:] = state["count"], state["mean"], state["squares"]
+
+    def update(self, rows: np.ndarray) -> None:
+        """[N, size]."""
+        self.count += len(rows)
+        deviation = rows - self.mean
+        self.mean += deviation.sum(0, keepdims=True) / self.count
+        self.squares += (deviation * (rows - self.mean)).sum(0, keepdims=True)
+
+    def deviation(self) -> np.ndarray:
+        """The rows' standard deviation; [1, size]."""
+        return np.sqrt(self.squares / self.count + 1e-8)
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Actors ----
+PATIENCE = 60  # seconds beyond --actor-timeout in which no actor delivers, before the run gives up
+
+
+def act_discrete(
+    network: nn.Module, observation: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sampled actions and their log-probabilities; [N, ...] -> [N], [N]."""
+    logits, _ = network(torch.from_numpy(observation))
+    log_probs = F.log_softmax(logits, -1).numpy()
+    action = (log_probs + rng.gumbel(size=log_probs.shape)).argmax(1)  # Gumbel-max
+    return action, np.take_along_axis(log_probs, action[:, None], 1).squeeze(1)
+
+
+def act_continuous(
+    network: nn.Module, observation: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sampled actions and their log-probabilities; [N, ...] -> [N, A], [N]."""
+    mean, log_std, _ = network(torch.from_numpy(observation))
+    action = mean + log_std.exp() * torch.from_numpy(rng.standard_normal(mean.shape, dtype=np.float32))
+    return action.numpy(), gaussian_log_prob(mean, log_std, action).numpy()
+
+
+class Actor:
+    """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
+
+    A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
+    each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
+    """
+
+    def __init__(
+        self, args: Args, make_envs: Callable, build: Callable, act: Callable, number: int, incarnation: int, step: int
+    ):
+        if args.num_actors:
+            import ray
+
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                incarnation = time.time_ns()  # Ray restarts with the arguments of the start
+        self.args, self.network, self.act = args, build(), act
+        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
+        sequence = np.random.SeedSequence([args.seed, number, incarnation])
+        seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
+        self.envs = make_envs(args, seed, step)
+        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+        with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
+            act(self.network, self.envs.observation, np.random.default_rng())
+
+    def ready(self) -> int:
+        """Which of this actor's lives it is; answered when its environments are made."""
+        return self.incarnation
+
+    @torch.no_grad()
+    def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
+        """A fragment made with these weights. Raises FloatingPointError if an environment returns what is no number."""
+        if version != self.version:
+            own = (*self.network.parameters(), *self.network.buffers())
+            for tensor, value in zip(own, weights, strict=True):
+                tensor.copy_(torch.tensor(value))
+            self.version = version
+        # Totals of the episodes so far, with which the learner's go on even after a fragment that was lost
+        fragment = {"stamp": np.array([self.number, self.incarnation, self.sequence, version])}
+        fragment |= {"return_before": self.returns.copy(), "length_before": self.lengths.copy()}
+        frames, steps = list(self.envs.frames.copy()), []
+        for _ in range(self.args.fragment_length):
+            action, log_prob = self.act(self.network, self.envs.observation, self.rng)
+            step = self.envs.step(action)
+            frames.append(self.envs.frames[-1].copy())
+            steps.append({"action": action, "log_prob": log_prob, **step})
+            goes_on = ~(step["over"] | step["truncated"])
+            self.returns = (self.returns + step["score"] * step["valid"]) * goes_on
+            self.lengths = (self.lengths + step["valid"]) * goes_on
+        fragment |= {name: np.stack([step[name] for step in steps]) for name in steps[0]}
+        fragment["observation"] = np.stack(frames)
+        for name in ("observation", "reward"):
+            if not np.isfinite(fragment[name].sum(dtype=np.float64)):
+                raise FloatingPointError(f"the environment's {name} is not finite")
+        self.sequence += 1
+        return fragment
+
+
+@contextlib.contextmanager
+def ray_session(args: Args) -> Iterable[None]:
+    """Starts Ray on this machine, or joins the cluster of --ray-address; leaves no process and no memory behind."""
+    if not args.num_actors:
+        yield
+        return
+    import ray
+
+    host, _, port = (args.ray_address or "").rpartition(":")
+    if port.isdecimal():  # where nobody answers, Ray would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
+    is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
+    options = {"address": args.ray_address} if args.ray_address else {"address": "local", "include_dashboard": False}
+    if not args.ray_address:  # a CPU for each actor, that all may start however few there are
+        options |= {"num_cpus": max(os.cpu_count(), args.num_actors)}
+    try:
+        if is_own:
+            ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        fail("ray_address", args.ray_address or "", f"Ray can't start there ({str(error).partition(chr(10))[0]})")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # Ray puts its own in their place
+    try:
+        yield
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        if is_own:
+            ray.shutdown()
+
+
+@dataclass
+class Seat:
+    """The place of one actor: the process that holds it, and what is known of that."""
+
+    number: int
+    actor: object = None
+    """Ray's handle; None while nobody holds the seat"""
+    calls: list = field(default_factory=list)
+    """calls in flight, in their order: the reference, and whether it is of a fragment"""
+    lives: int = 0
+    """processes that the learner has asked for"""
+    incarnation: int | None = None
+    """the life that answered last"""
+    is_ready: bool = False
+    """whether it has answered since it was started, or since it was unavailable"""
+    failures: int = 0
+    """times that it has failed since it last delivered"""
+    heard_at: float = 0.0
+    retry_at: float = 0.0
+
+
+class Fleet:
+    """The actors and the ledger of their fragments: each delivered is learned from once, each lost is counted.
+
+    An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
+    call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
+    hangs or raises is replaced, which costs the fragments of its calls in flight, no more; only if no actor can go on
+    does `take` raise ChildProcessError. Without Ray the one actor is called here, and its errors are the run's.
+    """
+
+    def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
+        self.args, self.run, self.recipe = args, run, (args, make_envs, build, act)
+        self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
+        self.delivered, self.lost, self.consumed, self.restarts, self.bytes = 0, 0, 0, 0, 0
+        self.lags = []  # of the fragments since the last update
+        self.lag_min, self.lag_sum, self.lag_max = math.inf, 0, 0
+        self.sequences = {}  # last of each incarnation of an actor
+        self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none is known"
+        self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
+
+    def __enter__(self):
+        self.started = time.monotonic()
+        if self.args.num_actors:
+            import ray
+
+            self.ray = ray
+            # Calls are not made twice, as a step can't be taken back; a process that has died starts anew by itself
+            options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 0}
+            self.remote = ray.remote(**options)(Actor)
+        else:
+            self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
+        return self
+
+    def __exit__(self, *_) -> None:
+        seconds = time.monotonic() - self.started
+        counts = {"lag_min": self.lag_min if self.delivered else None, "lag_max": self.lag_max}
+        counts |= {"lag_mean": round(self.lag_sum / max(self.delivered, 1), 4)}
+        counts |= {"fragments_delivered": self.delivered, "fragments_lost": self.lost}
+        counts |= {"fragments_consumed": self.consumed, "actor_restarts": self.restarts}
+        self.run.about |= counts | {"bytes_per_second": round(self.bytes / seconds)}  # of fragments; for the summary
+        self.published.clear()
+        self.orphans.clear()
+        for seat in self.seats:
+            seat.calls.clear()
+            if seat.actor is not None:
+                with contextlib.suppress(self.ray.exceptions.RayError):
+                    self.ray.kill(seat.actor)
+
+    def publish(self, weights: Sequence[torch.Tensor]) -> None:
+        """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
+        if self.version < 0:
+            self.started = self.heard_at = time.monotonic()  # what is compiled has been compiled
+        self.version, self.consumed, self.lags = self.version + 1, self.delivered, []
+        arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
+        self.published.append((arrays, self.put(arrays), self.version))
+
+    def put(self, arrays: list[np.ndarray]):
+        return self.ray.put(arrays) if self.seats else arrays
+
+    def take(self) -> dict[str, np.ndarray]:
+        """The next fragment, entered in the ledger and in the run's files; waits for it."""
+        fragment = self.wait() if self.seats else self.actor.sample(*self.published[0][1:])
+        number, incarnation, sequence, version = fragment["stamp"].tolist()
+        if sequence <= self.sequences.get((number, incarnation), -1):
+            raise RuntimeError(f"fragment {sequence} of actor {number} was delivered twice")
+        self.sequences[number, incarnation] = sequence
+        self.delivered += 1
+        self.bytes += sum(array.nbytes for array in fragment.values())
+        lag = self.version - version
+        self.lags.append(lag)
+        self.lag_min, self.lag_sum, self.lag_max = min(self.lag_min, lag), self.lag_sum + lag, max(self.lag_max, lag)
+        run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
+        before = (fragment["return_before"].tolist(), fragment["length_before"].tolist())
+        for i, total, length in zip(env_ids, *before, strict=True):
+            run.returns[i], run.lengths[i] = total, length
+        for t, valid in enumerate(fragment["valid"]):
+            step = [fragment[name][t][valid].tolist() for name in ("score", "over", "truncated")]
+            run.step(*step, env_ids[valid])
+        return fragment
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """The next fragment, of the actor that has had its turn longest ago; meanwhile, looks after the actors."""
+        while True:
+            now = time.monotonic()
+            for seat in self.seats:
+                self.tend(seat, now)
+            # Of each actor only the oldest call, as Ray may show a later one as done before it
+            waiting = {seat.calls[0][0]: seat for seat in self.seats if seat.calls}
+            references, done = [*waiting, *self.orphans], []
+            if references:
+                done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
+            else:
+                time.sleep(0.05)
+            if self.run.stop is not None:
+                raise KeyboardInterrupt(self.run.stop[0])
+            if not done and now - self.heard_at > self.args.actor_timeout + PATIENCE:
+                raise ChildProcessError(f"no actor delivers any more; the last cause: {self.cause}")
+            for reference in done:
+                seat = waiting.get(reference)
+                is_fragment = seat.calls.pop(0)[1] if seat else self.orphans.pop(reference)
+                try:
+                    answer = self.ray.get(reference)
+                except self.ray.exceptions.RayError as error:
+                    self.lost += is_fragment
+                    if seat:
+                        self.mend(seat, error)
+                    continue
+                if seat:
+                    self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
+                if is_fragment:
+                    return answer
+
+    def hear(self, seat: Seat, incarnation: int) -> None:
+        """Notes that an actor has answered, in which of its lives."""
+        self.restarts += seat.incarnation not in (None, incarnation)
+        seat.incarnation, seat.heard_at = incarnation, time.monotonic()
+        if seat.is_ready:  # so it was a fragment
+            seat.failures, self.heard_at = 0, seat.heard_at
+        seat.is_ready = True
+        self.seats.remove(seat)
+        self.seats.append(seat)
+
+    def tend(self, seat: Seat, now: float) -> None:
+        """Sees to it that an actor holds the seat, that it is at work, and that it does not hang."""
+        if now < seat.retry_at:
+            return
+        if seat.actor is None:
+            recipe = (*self.recipe, seat.number, seat.lives, self.run.global_step)
+            seat.actor, seat.is_ready, seat.lives = self.remote.remote(*recipe), False, seat.lives + 1
+        is_late = seat.is_ready and seat.calls and now - seat.heard_at > self.args.actor_timeout
+        # A call that has long been finished may wait for a slow learner
+        if is_late and not self.ray.wait([seat.calls[0][0]], timeout=0)[0]:
+            self.replace(seat, f"hangs: no answer for {self.args.actor_timeout} s")
+            return
+        weights, version = self.published[0][1:]
+        while len(seat.calls) < (2 if seat.is_ready else 1):
+            reference = seat.actor.sample.remote(weights, version) if seat.is_ready else seat.actor.ready.remote()
+            seat.calls.append((reference, seat.is_ready))
+
+    def mend(self, seat: Seat, error: Exception) -> None:
+        """Does what the error of a call asks for."""
+        exceptions = self.ray.exceptions
+        if isinstance(error, exceptions.ActorUnavailableError):  # Ray restarts it, or the network is down: ask again
+            if seat.is_ready:
+                self.note(seat, "is unavailable, and is asked again")
+            self.orphans |= dict(seat.calls)
+            seat.is_ready, seat.calls, seat.retry_at = False, [], time.monotonic() + 0.1
+        elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew
+            self.note(seat, f"lost a fragment: {reason_of(error)}")
+            anew = [(arrays, self.put(arrays), version) for arrays, _, version in self.published]
+            self.published.extend(anew)
+        else:
+            self.replace(seat, f"failed: {reason_of(error)}")
+
+    def replace(self, seat: Seat, cause: str) -> None:
+        """Gives the seat to a new process; calls that the old one still had end with an error and count as lost."""
+        self.note(seat, cause)
+        self.ray.kill(seat.actor)
+        self.orphans |= dict(seat.calls)
+        seat.actor, seat.calls, seat.failures = None, [], seat.failures + 1
+        seat.retry_at = time.monotonic() + min(0.1 * 2**seat.failures, 5)
+        if all(other.failures >= 3 for other in self.seats):
+            raise ChildProcessError(f"every actor fails time and again; the last cause: {self.cause}")
+
+    def note(self, seat: Seat, what: str) -> None:
+        self.cause = f"actor {seat.number} {what}"
+        self.run.bar.write(f"step {self.run.global_step}: {self.cause}", file=sys.stderr)
+
+
+def reason_of(error: Exception) -> str:
+    """An error of Ray's in one line."""
+    if (cause := getattr(error, "cause", None)) is not None:  # what the actor raised
+        return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if getattr(error, "actor_init_failed", False):  # a traceback, and below it what was raised
+        raised = [i for i, line in enumerate(str(error).splitlines()) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+        return " ".join(" ".join(str(error).splitlines()[raised[-1] if raised else -1 :]).split())
+    return next((line for line in lines if "because" in line), lines[0])
+
+
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
+def vtrace(
+    value: torch.Tensor,
+    ratio: torch.Tensor,
+    reward: torch.Tensor,
+    terminated: torch.Tensor,
+    truncated: torch.Tensor,
+    valid: torch.Tensor,
+    args: Args,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V-trace's targets v of the values, and the advantages that the policy learns from (Espeholt et al. 2018, eq. 1).
+
+    [T + 1, B], the rest [T, B] -> [T, B], [T, B]. `ratio` is the new policy's probability of the action over the old
+    one's. A terminated episode's last value is 0; a truncated one's, as the last of the fragment's, is that of its true
+    last observation, which the next row has, whether that row is valid or not. Rows that are not valid matter to no
+    other, and get a target of their own value and an advantage of 0.
+    """
+    done = (terminated + truncated) > 0
+    next_value = torch.where(terminated > 0, 0, value[1:])
+    rho, c = ratio.clamp(max=args.rho_clip), args.trace_lambda * ratio.clamp(max=args.c_clip)
+    is_row = valid > 0
+    error = torch.where(is_row, rho * (reward + args.gamma * next_value - value[:-1]), 0)
+    change = discounted_sums(error, torch.where(done | ~is_row, 0, args.gamma * c))
+    # The target of the step after, where the episode goes on: the row after its end is another episode's
+    next_change = torch.where(done, 0, torch.cat([change[1:], torch.zeros_like(change[:1])]))
+    advantage = torch.where(is_row, error + rho * args.gamma * next_change, 0)
+    return value[:-1] + change, advantage
+
+
+# ---- Batch ----
+class Batch:
+    """`batch_fragments` fragments side by side, [T, N, ...]: NumPy arrays to fill, and tensors on `device`."""
+
+    def __init__(self, args: Args, shape: tuple[int, ...], action_shape: tuple[int, ...], device: torch.device):
+        self.num_envs, count, steps = args.num_envs, args.num_envs * args.batch_fragments, args.fragment_length
+        self.stack = shape[0] if len(shape) == 3 else 1
+        names = ("log_prob", "reward", "terminated", "truncated", "valid")
+        self.pairs = {name: mirrored(steps, count, device=device) for name in names}
+        self.pairs["action"] = mirrored(steps, count, *action_shape, device=device)
+        if self.stack > 1:
+            sizes = (steps + self.stack, count, *shape[1:])
+            self.pairs["observation"] = mirrored(*sizes, device=device, dtype=torch.uint8)
+            self.pairs["frame"] = mirrored(steps + 1, count, self.stack, device=device, dtype=torch.long)
+        else:
+            self.pairs["observation"] = mirrored(steps + 1, count, *shape, device=device)
+        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
+        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
+
+    def fill(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
+        """Copies a fragment to the i-th place."""
+        columns = slice(i * self.num_envs, (i + 1) * self.num_envs)
+        for name, array in self.arrays.items():
+            if name in fragment:
+                array[:, columns] = fragment[name]
+        if self.stack > 1:
+            self.arrays["frame"][:, columns] = stacked_frames(fragment["is_new"], self.stack)
+
+    def upload(self) -> None:
+        """Sends the arrays to the device."""
+        for host, tensor in self.pairs.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+def stacked_frames(is_new: np.ndarray, stack: int) -> np.ndarray:
+    """The rows of a fragment's frames that its stacked observations consist of; [T, N] -> [T + 1, N, stack].
+
+    A stack is filled with the frame that a step returns which begins a new game.
+    """
+    steps, count = is_new.shape
+    at = np.arange(1, steps + 1)[:, None]
+    first = np.concatenate([np.full((1, count), -stack), np.where(is_new, at, -stack)])
+    first = np.maximum.accumulate(first)  # frame of the game, as far as the fragment reaches back
+    rows = np.arange(steps + 1)[:, None, None] + np.arange(1 - stack, 1)
+    return np.maximum(rows, first[:, :, None]) + stack - 1
+
+
+# ---- Agent ----
+class APPOAgent(nn.Module):
+    """The network, its optimiser, and the update on it; with continuous actions also statistics to normalise by."""
+
+    def __init__(self, args: Args, shape: tuple[int, ...], actions: int | tuple[int], device: torch.device):
+        super().__init__()
+        self.args, self.device = args, device
+        self.is_continuous = isinstance(actions, tuple)
+        self.batch = Batch(args, shape, actions if self.is_continuous else (), device)
+        self.network = make_actor_critic(shape, actions).to(device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
+        if self.is_continuous:
+            self.observation_moments, self.return_moments = RunningMoments(*shape), RunningMoments(1)
+            self.returns = np.zeros((max(args.num_actors, 1), args.num_envs))
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
+
+    def weights(self) -> list[torch.Tensor]:
+        """The network's parameters and statistics, as actors take them."""
+        return [*self.network.parameters(), *self.network.buffers()]
+
+    def follow_observations(self) -> None:
+        """Has the next version of the weights normalise by what has been seen up to now."""
+        if self.is_continuous:
+            self.network[0].follow(self.observation_moments)
+
+    def take(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
+        """Makes a fragment the i-th of the batch; with continuous actions it goes into the statistics, too."""
+        self.batch.fill(i, fragment)
+        if self.is_continuous:
+            observation = fragment["observation"][1:]  # the first is the last of the fragment before
+            self.observation_moments.update(observation.reshape(-1, observation.shape[-1]))
+            returns, seen = self.returns[fragment["stamp"][0]], []
+            for reward, valid, *ends in zip(
+                *(fragment[name] for name in ("reward", "valid", "terminated", "truncated"))
+            ):
+                returns[:] = returns * self.args.gamma + reward
+                seen.append(returns[valid])
+                returns[ends[0] | ends[1]] = 0.0
+            self.return_moments.update(np.concatenate(seen)[:, None])
+
+    def scale_rewards(self) -> None:
+        """Makes the batch's rewards standard deviations of the discounted return, clipped to ±10."""
+        if self.is_continuous:
+            reward = self.batch.arrays["reward"]
+            reward[:] = (reward / self.return_moments.deviation()).clip(-10, 10)
+
+    def policy_and_value(
+        self, network, observation: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Logits or means of the actions, a Gaussian's log deviation, and the value; [B, ...] -> [B, A], [A], [B]."""
+        policy, *log_std, value = network(observation)
+        return policy, log_std[0] if log_std else None, value
+
+    def observations(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What the network sees, stacked where it is frames; [T + 1, B, ...]."""
+        if "frame" not in batch:
+            return batch["observation"]
+        return batch["observation"][batch["frame"], torch.arange(batch["frame"].shape[1], device=self.device)[:, None]]
+
+    def evaluate(
+        self, network, observation: torch.Tensor, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [B, ...], [B, ...] -> three of [B]."""
+        policy, log_std, value = self.policy_and_value(network, observation)
+        return *log_prob_and_entropy(policy, log_std, action), value
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Estimates the advantages of the policy as it is before the update, and makes it all a batch of [T * N].
+
+        They are V-trace's targets less the values: without lag, the generalised advantage estimates of that λ.
+        """
+        args, batch = self.args, self.batch.tensors
+        is_row = batch["valid"] > 0
+        action = torch.where(is_row.view(*is_row.shape, *[1] * (batch["action"].ndim - 2)), batch["action"], 0)
+        old_log_prob, reward = (torch.where(is_row, batch[name], 0) for name in ("log_prob", "reward"))
+        observation = self.observations(batch)
+        rows = {"observation": observation[:-1].flatten(0, 1), "action": action.flatten(0, 1)}
+        log_prob, _, value = self.evaluate(self.network, *rows.values())
+        *_, last_value = self.policy_and_value(self.network, observation[-1])
+        value = torch.cat([value, last_value]).view(-1, len(last_value))
+        ratio = (log_prob.view_as(old_log_prob) - old_log_prob).exp()
+        weight = ratio if args.vtrace else torch.ones_like(ratio)
+        ends = (batch["terminated"], batch["truncated"], batch["valid"])
+        target, _ = vtrace(value, weight, reward, *ends, args)
+        estimates = {"value": value[:-1], "advantage": target - value[:-1], "return": target, "valid": batch["valid"]}
+        self.rows = rows | {"log_prob": log_prob} | {name: tensor.flatten() for name, tensor in estimates.items()}
+
+    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""
+        args, valid = self.args, batch["valid"] > 0
+        names = ("advantage", "return", "log_prob", "value")
+        advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
+        count = valid.sum().clamp(min=1)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(valid, values, 0).sum() / count
+
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - old_log_prob
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = advantage - mean(advantage)
+            variance = mean(advantage.square()) * count / (count - 1).clamp(min=1)
+            advantage = advantage / (variance.sqrt() + 1e-8)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
+        policy_loss = -mean(torch.minimum(ratio * advantage, clipped_ratio * advantage))
+        squared_error = (value - returns).square()
+        if args.clip_vloss:
+            clipped_value = old_value + (value - old_value).clamp(-self.clip_coef, self.clip_coef)
+            squared_error = torch.maximum(squared_error, (clipped_value - returns).square())
+        value_loss, entropy = 0.5 * mean(squared_error), mean(entropy)
+        approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        clip_fraction = mean(((ratio - 1).abs() > self.clip_coef).float())
+        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
+        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
+
+    def update(self, chosen: torch.Tensor) -> None:
+        """One step of the optimiser on these rows of the batch."""
+        loss, logged = self.ppo_loss(self.network, {name: tensor[chosen] for name, tensor in self.rows.items()})
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
+        self.optimizer.step()
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor.detach())
+
+
+def shapes(args: Args) -> tuple[tuple[int, ...], int | tuple[int]]:
+    """The shape of an observation, and the number of actions or, of continuous ones, the shape.
+
+    Ends the program with exit status 2 if they don't suit.
+    """
+    if is_atari(args.env_id):
+        return (4, 84, 84), int(AtariEnvironments(replace(args, num_envs=1), 0, 0).envs.action_space.n)
+    (env,) = make_environments(replace(args, num_envs=1))
+    if isinstance(env.action_space, gym.spaces.Box):
+        check_continuous_spaces(env)
+        return env.observation_space.shape, env.action_space.shape
+    check_discrete_spaces(env)
+    return env.observation_space.shape, int(env.action_space.n)
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    if args.ray_address is not None and not args.num_actors:
+        fail("ray_address", args.ray_address, "needs --num-actors of at least 1")
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    shape, actions = shapes(args)
+    if len(shape) == 1:
+        torch.set_num_threads(1)  # a network this small is slower on several
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    agent = APPOAgent(args, shape, actions, device)
+
+    build, rows = functools.partial(make_actor_critic, shape, actions), args.num_envs * args.fragment_length
+    if agent.is_continuous:
+        recipe = (BoundedEnvironments, build, act_continuous)
+    else:
+        recipe = (AtariEnvironments if len(shape) == 3 else GymEnvironments, build, act_discrete)
+    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
+        fleet.publish(agent.weights())
+        learning_rate = args.learning_rate
+        while run.global_step < args.total_timesteps:
+            # Collect
+            if args.anneal_lr:
+                learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
+                agent.optimizer.param_groups[0]["lr"] = learning_rate
+            for i in range(args.batch_fragments):
+                agent.take(i, fleet.take())
+            lag = float(np.mean(fleet.lags))
+
+            # Learn
+            agent.scale_rewards()
+            agent.batch.upload()
+            agent.prepare()
+            for _ in range(args.update_epochs):
+                order = torch.randperm(rows * args.batch_fragments, device=device)
+                for chosen in order.chunk(args.num_minibatches):
+                    agent.update(chosen)
+                    run.updates += 1
+                if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
+                    break
+
+            # Send the new weights out
+            agent.follow_observations()
+            fleet.publish(agent.weights())
+            run.end_step(agent.losses | {"lag": lag}, learning_rate)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, default=stored_args()))
