@@ -45,6 +45,8 @@ class Args:
         "ppo_atari_envpool",
         "ppo_memory",
         "dqn_memory",
+        "impala_ray",
+        "appo_ray",
     )
     """scripts to measure, the most valuable first"""
     repeats: int = 2

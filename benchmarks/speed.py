@@ -87,6 +87,8 @@ WORKLOADS = {
     "ppo_atari_envpool": Workload(None, cpu=8_192, cuda=40_960, captured=163_840),
     "ppo_memory": Workload(None, cpu=61_440, cuda=40_960, captured=163_840),
     "dqn_memory": Workload(5_000, cpu=40_000, cuda=40_000, captured=150_000),
+    "impala_ray": Workload(None, cpu=100_000, cuda=60_000, captured=150_000),
+    "appo_ray": Workload(None, cpu=60_000, cuda=60_000, captured=150_000),
 }
 
 # Run in processes of their own, so that this one has neither torch's threads nor a CUDA context.
@@ -120,6 +122,8 @@ class Args:
         "ppo_atari_envpool",
         "ppo_memory",
         "dqn_memory",
+        "impala_ray",
+        "appo_ray",
     )
     """scripts to measure: names in leanrl/ without `_torchcompile` and `.py`, or the beginnings of such names"""
     variants: tuple[Variant, ...] = ()

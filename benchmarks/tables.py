@@ -25,6 +25,7 @@ import tyro
 import compare
 import compile_inference
 import eager_tips
+import lag_learning
 import memory_learning
 import scan
 from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
@@ -40,6 +41,7 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "ppo_memory": "PPO, memory",
     "dqn_memory": "DQN, memory",
     "impala_ray": "IMPALA, Ray actors",
+    "appo_ray": "Asynchronous PPO, Ray actors",
 }
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000"]
 COLUMNS = 3  # of panels
@@ -285,18 +287,41 @@ def memory_table(results: Path) -> str:
             known = ("" if value is None else f"{value:g}" for value in (task.chance, task.best))
             rows.append([name, f"{task.steps:,}", *known, *shown])
     table = markdown(["task", "steps", "forgetting", "remembering", *(f"`{cell}`" for cell in cells)], rows, 1)
-    paths = sorted((results / "memory").glob("*.json"))
+    note = f"{mean_over(counts)}; the returns of agents that forget everything and that remember everything beside it."
+    return f"{table}\n\n{note} {folder_source(results / 'memory')}"
+
+
+def mean_over(counts: set[int]) -> str:
+    """What a result's figure is, if there are as many seeds as `counts` says."""
+    least, most = min(counts), max(counts)
+    seeds = f"{least} to {most} seeds" if least < most else f"{least} seed{'s' * (least > 1)}"
+    return f"Mean ± standard deviation over {seeds} of the mean return of the last 100 training episodes of a run"
+
+
+def folder_source(folder: Path) -> str:
+    """Where the learning results of a folder are, and what made them."""
+    paths = sorted(folder.glob("*.json"))
     made = [load(path) for path in paths]
     machines = sorted({f"{r['device_name']}, {threads(r['threads'])}" for r in made})
     versions = sorted({f"torch {r['versions']['torch']}, Python {r['versions']['python']}" for r in made})
-    folder = f"{results.relative_to(results.parent.parent).as_posix()}/memory"
-    seeds = (
-        f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{min(counts)} seed{'s' * (min(counts) > 1)}"
-    )
-    note = f"Mean ± standard deviation over {seeds} of the mean return of the last 100 training episodes of a run; the"
-    note += " returns of agents that forget everything and that remember everything beside it."
-    source = f"From the {len(paths)} files in [`{folder}/`]({folder})"
-    return f"{table}\n\n{note} {source}: {'; '.join(machines)}; {'; '.join(versions)}."
+    place = folder.relative_to(folder.parent.parent.parent).as_posix()
+    return f"From the {len(paths)} files in [`{place}/`]({place}): {'; '.join(machines)}; {'; '.join(versions)}."
+
+
+def lag_table(results: Path) -> str:
+    """What IMPALA and asynchronous PPO reach with weights that are some versions old."""
+    found = lag_learning.returns(results / "lag")
+    if not found:
+        return "No results yet: `python benchmarks/lag_learning.py` makes them."
+    rows = []
+    for script, vtrace in [(script, vtrace) for script in lag_learning.SCRIPTS for vtrace in (True, False)]:
+        values = [found.get((script, vtrace, lag)) for lag in lag_learning.LAGS]
+        shown = [mean_and_deviation(value) if value else "" for value in values]
+        rows += [[lag_learning.SCRIPTS[script], "with" if vtrace else "without", *shown]] if any(shown) else []
+    header = ["algorithm", "V-trace", *(f"lag {lag}" for lag in lag_learning.LAGS)]
+    note = f"{lag_learning.ENV_ID}, {lag_learning.STEPS:,} steps, in one process."
+    note += f" {mean_over({*map(len, found.values())})}."
+    return f"{markdown(header, rows, 2)}\n\n{note} {folder_source(results / 'lag')}"
 
 
 def processes(lines: Sequence[dict]) -> str:
@@ -436,6 +461,7 @@ TABLES = {
     **{kind: partial(compare_table, kind=kind) for kind in ("compare", "compare_quick", "compare_num_envs")},
     "learning": learning_table,
     "memory": memory_table,
+    "lag": lag_table,
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,

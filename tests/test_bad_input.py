@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
 DISCRETE = ["dqn", "dqn_torchcompile", "ppo", "ppo_torchcompile"]
 SCRIPTS = CONTINUOUS + DISCRETE  # on Gymnasium's environments, with the spaces that they name
 MEMORY = ["dqn_memory", "dqn_memory_torchcompile", "ppo_memory", "ppo_memory_torchcompile"]
-RAY = ["impala_ray", "impala_ray_torchcompile"]
+RAY = ["appo_ray", "appo_ray_torchcompile", "impala_ray", "impala_ray_torchcompile"]
 ALL = [*SCRIPTS, *MEMORY, *RAY, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
@@ -127,7 +128,16 @@ def test_rollouts_that_do_not_divide(refused, script):
     err = refused(script, "--num-envs", 2, "--num-steps", 2, "--num-minibatches", 4)
     assert "--num-minibatches 4: must divide a rollout of 4 into minibatches of at least 2" in err
     err = refused(script, "--num-envs", 4, "--num-steps", 128, "--total-timesteps", 511)
-    assert "--total-timesteps 511: must be at least a rollout, num_envs * num_steps = 512" in err
+    assert "--total-timesteps 511: must be at least a rollout of 512" in err
+
+
+@pytest.mark.parametrize("script", ["appo_ray", "appo_ray_torchcompile"])
+def test_fragments_that_do_not_divide(refused, script):
+    sizes = ["--num-envs", 3, "--fragment-length", 5, "--batch-fragments", 2]
+    err = refused(script, *sizes, "--num-minibatches", 4)
+    assert "--num-minibatches 4: must divide a rollout of 30 into minibatches of at least 2" in err
+    err = refused(script, *sizes, "--num-minibatches", 5, "--total-timesteps", 29)
+    assert "--total-timesteps 29: must be at least a rollout of 30" in err
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
@@ -192,16 +202,17 @@ def test_unknown_environment(refused, script, env_id, nearest):
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *RAY])
 def test_spaces_that_the_algorithm_cannot_take(refused, script):
-    kind = environments.kind_of(script)
-    for name, (observation_space, action_space) in environments.SPACES.items():
+    kinds = ["Discrete", "Continuous"] if script.startswith("appo") else [environments.kind_of(script)]
+    for kind, (name, (observation_space, action_space)) in itertools.product(kinds, environments.SPACES.items()):
         if name == "ShiftedAction" and kind != "Discrete":
             continue  # refused as every discrete action is
         err = refused(script, "--env-id", f"{name}{kind}-v0")
         assert f"--env-id {name}{kind}-v0: " in err and "must be" in err
         assert ("observations" if action_space is None else "actions") in err
         assert type(action_space or observation_space).__name__ in err
-    other = "Pendulum-v1" if kind == "Discrete" else "CartPole-v1"
-    assert f"--env-id {other}: its actions must be" in refused(script, "--env-id", other)
+    if len(kinds) == 1:
+        other = "Pendulum-v1" if kind == "Discrete" else "CartPole-v1"
+        assert f"--env-id {other}: its actions must be" in refused(script, "--env-id", other)
 
 
 @pytest.mark.parametrize("script", [script for script in MEMORY if script.startswith("dqn")])

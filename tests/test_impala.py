@@ -320,15 +320,18 @@ def small(*flags):
     return ["--total-timesteps", 300, "--num-envs", 3, "--fragment-length", 7, "--measure-burnin", 20, *flags]
 
 
-@each_script
-def test_a_fragment_is_what_happened(script):
+@pytest.mark.parametrize("kind", ["Discrete", "Continuous"])
+def test_a_fragment_is_what_happened(kind):
     """Each transition of the scripted environments is in a valid row, once, with the observation before and after."""
-    module, args = importlib.import_module(script), arguments(script, env_id="CounterDiscrete-v0", num_envs=3)
+    module, args = importlib.import_module("appo_ray"), arguments("appo_ray", env_id=f"Counter{kind}-v0", num_envs=3)
     environments.Counter.forget()
-    actor = module.Actor(
-        args, module.GymEnvironments, lambda: module.make_network((3,), 3), module.act_discrete, 0, 0, 0
-    )
-    weights = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()]
+    if kind == "Discrete":
+        recipe = (module.GymEnvironments, lambda: module.make_actor_critic((3,), 3), module.act_discrete)
+    else:
+        recipe = (module.BoundedEnvironments, lambda: module.make_actor_critic((3,), (3,)), module.act_continuous)
+    actor = module.Actor(args, *recipe, 0, 0, 0)
+    network = actor.network
+    weights = [tensor.detach().numpy().copy() for tensor in (*network.parameters(), *network.buffers())]
     fragments = [actor.sample(weights, version) for version in range(20)]
     assert [fragment["stamp"].tolist() for fragment in fragments] == [[0, 0, n, n] for n in range(20)]
     for i, env in enumerate(environments.Counter.made):
@@ -346,8 +349,11 @@ def test_a_fragment_is_what_happened(script):
                 before, after = fragment["observation"][t : t + 2, i]
                 np.testing.assert_array_equal(before, environments.observation_of(env.key, episode, step))
                 np.testing.assert_array_equal(after, environments.observation_of(env.key, episode, step + 1))
-                assert row["action"] == env.actions[taken]
-                reward = environments.reward_of(env.key, episode, step, row["action"])
+                action = (
+                    row["action"] if kind == "Discrete" else row["action"].clip(environments.LOW, environments.HIGH)
+                )
+                np.testing.assert_array_equal(action, env.actions[taken])
+                reward = environments.reward_of(env.key, episode, step, action)
                 assert row["reward"] == np.float32(reward)
                 step, taken, total = step + 1, taken + 1, total + np.float32(reward)
                 has_ended = step == environments.length_of(env.key, episode)

@@ -1,0 +1,334 @@
+"""Asynchronous PPO: PPO without lag, V-trace's advantages with it, what it normalises by. The actors: test_impala."""
+
+import copy
+import functools
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+import environments
+from conftest import read_run
+from test_impala import CPU, oracle
+
+SCRIPTS = {"appo_ray": "APPOAgent", "appo_ray_torchcompile": "CompiledAPPOAgent"}
+KINDS = {"Discrete": 3, "Continuous": (3,)}
+
+each_script = pytest.mark.parametrize("script", SCRIPTS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Played:
+    """An agent of `script`, and a prepared batch of what an actor with its weights did in the scripted environments."""
+
+    def __init__(self, script, kind, prepare=True, is_near=True, **changed):
+        self.module = importlib.import_module(script)
+        defaults = {"cuda": False, "num_envs": 2, "fragment_length": 24, "batch_fragments": 2, "num_minibatches": 1}
+        self.args = self.module.Args(**defaults | {"env_id": f"Counter{kind}-v0"} | changed)
+        torch.manual_seed(3)
+        self.agent = getattr(self.module, SCRIPTS[script])(self.args, (3,), KINDS[kind], CPU)
+        network = self.agent.module.module if "compile" in script else self.agent.network
+        self.network = network
+        if kind == "Continuous":
+            environments_of, act, core = self.module.BoundedEnvironments, self.module.act_continuous, network[1]
+        else:
+            environments_of, act, core = self.module.GymEnvironments, self.module.act_discrete, network
+        with torch.no_grad():  # a policy that has a preference
+            for parameter in core.actor.parameters():
+                parameter.mul_(5 if kind == "Continuous" else 30)
+            if "compile" in script:
+                self.agent.network.copy_(self.agent.module.flatten())
+        build = functools.partial(self.module.make_actor_critic, (3,), KINDS[kind])
+        environments.Counter.forget()
+        self.actor = self.module.Actor(self.args, environments_of, build, act, 0, 0, 0)
+        if prepare:
+            self.collect(0)
+
+    def collect(self, version):
+        self.fragments = []
+        for i in range(self.args.batch_fragments):
+            weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
+            self.fragments.append(self.actor.sample(weights, version))
+            self.agent.take(i, self.fragments[-1])
+        self.agent.scale_rewards()
+        self.agent.batch.upload()
+        self.prepare()
+
+    @torch.no_grad()
+    def prepare(self):
+        self.agent.prepare()
+
+    def update(self, times=1):
+        count = self.args.num_envs * self.args.batch_fragments * self.args.fragment_length
+        for _ in range(times):
+            if hasattr(self.agent, "order"):
+                self.agent.order.copy_(torch.arange(count).expand_as(self.agent.order))
+                with torch.no_grad():
+                    self.agent.update()
+            else:
+                self.agent.update(torch.arange(count))
+
+    def vector(self):
+        return torch.cat([weight.detach().flatten() for weight in self.agent.weights()])
+
+
+# ---- The update ----
+@each_kind
+@each_script
+def test_a_learning_rate_of_0_leaves_the_ratio_at_1(script, kind):
+    """The stored log-probability is the recomputed one, which is also that of the policy that did not move."""
+    played = Played(script, kind, learning_rate=1e-30, ent_coef=0.0)
+    batch, rows = played.agent.batch.tensors, played.agent.rows
+    valid = batch["valid"] > 0
+    assert 0 < valid.float().mean() < 1 and batch["log_prob"][valid].std() > 0.05
+    torch.testing.assert_close(rows["log_prob"].view_as(valid)[valid], batch["log_prob"][valid], rtol=1e-5, atol=1e-5)
+    played.update(3)
+    limit = 0 if script == "appo_ray" else 1e-6
+    assert abs(played.agent.losses["approx_kl"].item()) <= limit and played.agent.losses["clip_fraction"] == 0
+
+
+@each_kind
+@each_script
+def test_without_lag_it_is_ppo(script, kind):
+    """Three updates: those of ppo.py, or ppo_continuous_action.py, on the same steps, from the same parameters.
+
+    There an episode's next begins without a step, so the rows that only reset are left out.
+    """
+    played = Played(script, kind, num_envs=1, batch_fragments=1, fragment_length=60, ent_coef=0.01, learning_rate=1e-3)
+    fragment, valid = played.fragments[0], played.fragments[0]["valid"][:, 0]
+    ppo = importlib.import_module("ppo" if kind == "Discrete" else "ppo_continuous_action")
+    shared = ("learning_rate", "ent_coef", "vf_coef", "clip_coef", "clip_vloss", "max_grad_norm", "norm_adv", "gamma")
+    args = ppo.Args(
+        **{name: getattr(played.args, name) for name in shared},
+        **{"num_envs": 1, "num_steps": int(valid.sum()), "num_minibatches": 1, "gae_lambda": played.args.trace_lambda},
+    )
+    env = ppo.make_environments(ppo.Args(num_envs=1, env_id=f"Counter{kind}-v0"))[0]
+    agent = (ppo.PPOAgent if kind == "Discrete" else ppo.ContinuousPPOAgent)(args, env, CPU)
+    network = played.network if kind == "Discrete" else played.network[1]
+    agent.network.load_state_dict(network.state_dict())
+    arrays = agent.rollout.arrays
+    for name in ("action", "log_prob", "terminated", "truncated"):
+        arrays[name][:, 0] = fragment[name][valid, 0]
+    arrays["reward"][:, 0] = played.agent.batch.arrays["reward"][valid, 0]  # scaled
+    arrays["observation"][:, 0] = fragment["observation"][:-1][valid, 0]
+    arrays["next_observation"][:, 0] = fragment["observation"][1:][valid, 0]
+    with torch.no_grad():
+        *_, value = agent.network(torch.as_tensor(arrays["observation"]))
+    arrays["value"][:] = value.numpy()
+    agent.rollout.upload()
+    agent.prepare()
+    ours = played.agent.rows["advantage"][torch.from_numpy(valid)]
+    assert len(ours) < 60
+    torch.testing.assert_close(ours, agent.batch["advantage"], rtol=1e-4, atol=1e-4)
+    before = played.vector()
+    for _ in range(3):
+        agent.update(torch.arange(args.num_steps))
+    played.update(3)
+    weights = played.agent.weights()[: len(list(agent.network.parameters()))]
+    for ours, theirs in zip(weights, agent.network.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    assert (played.vector() - before).abs().max() > 2e-3
+    for name, loss in agent.losses.items():
+        torch.testing.assert_close(played.agent.losses[name], loss, rtol=1e-3, atol=1e-5)
+
+
+@each_kind
+@each_script
+@pytest.mark.parametrize("vtrace", [True, False])
+def test_with_lag_the_advantages_are_v_traces(script, kind, vtrace):
+    """After a change of the policy: targets by the oracle's sum, their change as advantages, ratios from now on."""
+    played = Played(script, kind, vtrace=vtrace)
+    generator = torch.Generator().manual_seed(0)
+    parameters = [played.agent.network] if "compile" in script else list(played.agent.network.parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    played.prepare()
+    batch, rows = played.agent.batch.tensors, played.agent.rows
+    valid = batch["valid"] > 0
+    ratio = (rows["log_prob"].view_as(valid) - batch["log_prob"]).exp()
+    assert (ratio[valid] - 1).abs().mean() > 0.02
+    _, _, last_value = played.agent.policy_and_value(played.agent.network, batch["observation"][-1])
+    value = torch.cat([rows["value"].view_as(valid), last_value[None]])
+    fragment = {"value": value, "ratio": ratio if vtrace else torch.ones_like(ratio), "reward": batch["reward"]}
+    fragment |= {name: batch[name] for name in ("terminated", "truncated", "valid")}
+    fragment = {name: tensor.detach().double().numpy() for name, tensor in fragment.items()}
+    target, _ = oracle(fragment, trace_lambda=0.95)
+    for name, expected in (("return", target), ("advantage", target - fragment["value"][:-1])):
+        ours = rows[name].view_as(valid)[valid].numpy()
+        np.testing.assert_allclose(ours, expected[valid.numpy()], rtol=1e-4, atol=1e-4)
+    played.agent.losses["approx_kl"].fill_(1)
+    before = played.vector()
+    if "compile" in script:
+        played.agent.optimizer.lr.fill_(0)
+    else:
+        played.agent.optimizer.param_groups[0]["lr"] = 0.0
+    played.update()
+    assert abs(played.agent.losses["approx_kl"].item()) < 1e-6 and torch.equal(before, played.vector())
+
+
+@each_kind
+@each_script
+def test_garbage_in_masked_rows_leaves_the_update_unchanged(script, kind):
+    clean, dirty = Played(script, kind), Played(script, kind)
+    masked = dirty.agent.batch.tensors["valid"] == 0
+    for name in ("action", "log_prob", "reward"):
+        tensor = dirty.agent.batch.tensors[name]
+        tensor[masked] = torch.nan if name != "action" or kind == "Continuous" else 1e6
+    for played in (clean, dirty):
+        played.prepare()
+        played.update(2)
+    assert masked.any() and torch.equal(clean.vector(), dirty.vector())
+    assert {name: loss.item() for name, loss in clean.agent.losses.items()} == {
+        name: loss.item() for name, loss in dirty.agent.losses.items()
+    }
+
+
+@each_kind
+@pytest.mark.parametrize("changed", [{}, {"vtrace": False, "norm_adv": False, "clip_vloss": False}])
+def test_eager_and_compiled_updates_agree(kind, changed):
+    eager, compiled = (Played(script, kind, **changed) for script in SCRIPTS)
+    for name, tensor in eager.agent.rows.items():
+        torch.testing.assert_close(tensor, compiled.agent.rows[name].view_as(tensor), rtol=0, atol=1e-4)
+    before = eager.vector()
+    for played in (eager, compiled):
+        played.update(5)
+    assert (eager.vector() - before).abs().max() > 1e-3
+    torch.testing.assert_close(eager.vector(), compiled.vector(), rtol=0, atol=2e-5)
+    for name, loss in eager.agent.losses.items():
+        torch.testing.assert_close(loss, compiled.agent.losses[name], rtol=1e-3, atol=1e-5)
+
+
+@each_script
+def test_minibatches_have_each_row_once_an_epoch(script):
+    sizes = {"num_minibatches": 8, "update_epochs": 3, "total_timesteps": 96, "fragment_length": 24}
+    played = Played(script, "Discrete", prepare=False, **sizes)
+    if "compile" in script:
+        played.prepare()
+        order = played.agent.order.view(3, -1)
+        assert played.agent.order.shape == (24, 12) and not torch.equal(order[0], order[1])
+        assert torch.equal(order.sort(1).values, torch.arange(96).expand(3, -1))
+
+
+# ---- Normalisation ----
+@each_script
+def test_actor_and_learner_normalise_alike(script):
+    """By all observations up to the version before; the first version by none."""
+    played, seen = Played(script, "Continuous", prepare=False), []
+    for version in range(3):
+        if seen:
+            rows = np.concatenate(seen).reshape(-1, 3)
+            np.testing.assert_allclose(played.network[0].mean.numpy(), rows.mean(0), rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(played.network[0].deviation.numpy(), rows.std(0), rtol=1e-3, atol=1e-4)
+        else:
+            assert played.network[0].mean.tolist() == [0, 0, 0] and played.network[0].deviation.tolist() == [1, 1, 1]
+        played.collect(version)
+        batch, valid = played.agent.batch.tensors, played.agent.batch.tensors["valid"] > 0
+        log_prob = played.agent.rows["log_prob"].view_as(valid)
+        torch.testing.assert_close(log_prob[valid], batch["log_prob"][valid], rtol=1e-4, atol=1e-4)
+        seen += [fragment["observation"][1:] for fragment in played.fragments]
+        played.update()
+        played.agent.follow_observations()
+
+
+def test_rewards_are_in_deviations_of_the_return():
+    """Of the discounted sums of each environment's episodes, over fragments and without the rows that only reset."""
+    played = Played("appo_ray", "Continuous", prepare=False, num_envs=3, fragment_length=10)
+    returns, seen = np.zeros(3), []
+    for version in range(4):
+        played.collect(version)
+        for fragment in played.fragments:
+            for t, i in np.ndindex(10, 3):
+                if fragment["valid"][t, i]:
+                    returns[i] = returns[i] * 0.99 + fragment["reward"][t, i]
+                    seen.append(returns[i])
+                    returns[i] *= 1 - (fragment["terminated"][t, i] | fragment["truncated"][t, i])
+        rewards = np.concatenate([fragment["reward"] for fragment in played.fragments], 1)
+        expected = (rewards / np.std(seen)).clip(-10, 10)
+        np.testing.assert_allclose(played.agent.batch.arrays["reward"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_actions_keep_the_bounds_of_their_dimension():
+    """A policy far outside: the environment gets each dimension's own bound, and the fragment what was drawn."""
+    played = Played("appo_ray", "Continuous", prepare=False)
+    with torch.no_grad():
+        played.network[1].actor[-1].bias.copy_(torch.tensor([50.0, -50.0, 50.0]))
+    played.collect(0)
+    bound = np.array([environments.HIGH[0], environments.LOW[1], environments.HIGH[2]])
+    for env in environments.Counter.made[:2]:
+        assert (np.stack(env.actions) == bound).all()
+    assert (np.abs(played.fragments[0]["action"]) > 40).all()
+
+
+# ---- Runs in one process ----
+def small(*flags):
+    sizes = ["--num-envs", 3, "--fragment-length", 8, "--batch-fragments", 2, "--num-minibatches", 2]
+    return ["--total-timesteps", 300, "--measure-burnin", 20, "--update-epochs", 2, *sizes, *flags]
+
+
+@each_kind
+@each_script
+def test_files_say_what_the_environments_did(launch, script, kind):
+    run = launch(script, *small(), env_id=f"Counter{kind}-v0")
+    assert run.summary["status"] == "finished" and 300 <= run.summary["global_step"] <= 300 + 2 * 3 * 8
+    assert run.summary["updates"] == 2 * run.summary["fragments_consumed"] > 10
+    assert run.summary["fragments_consumed"] == run.summary["fragments_delivered"]
+    assert [run.summary[name] for name in ("lag_min", "lag_mean", "lag_max", "fragments_lost")] == [0, 0, 0, 0]
+    assert sum(env.steps for env in run.made) == run.summary["global_step"]
+    assert len(run.episodes) == len(run.finished) > 10
+    losses = {"policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "lag"}
+    assert all(losses <= set(line) for line in run.metrics)
+
+
+@each_kind
+def test_same_seed_same_run(launch, kind):
+    env_id = f"Counter{kind}-v0"
+    runs = [launch("appo_ray", *small("--seed", seed), env_id=env_id) for seed in (7, 7, 8)]
+    assert runs[0].episodes == runs[1].episodes != runs[2].episodes
+
+
+def test_compiled_once_and_the_same_run(launch, monkeypatch):
+    """With --compile: two graphs, none in the window of fps, and the losses of the run without it."""
+    module, script, seen = importlib.import_module("appo_ray_torchcompile"), "appo_ray_torchcompile", []
+    monkeypatch.setattr(module, "LOG_EVERY", 20)
+    plain = launch(script, *small())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    publish = module.Fleet.publish
+
+    def publish_and_count(fleet, weights):
+        counters = torch._dynamo.utils.counters
+        seen.append(copy.deepcopy({name: dict(counts) for name, counts in counters.items() if counts}))
+        publish(fleet, weights)
+
+    monkeypatch.setattr(module.Fleet, "publish", publish_and_count)
+    compiled = launch(script, *small("--compile"))
+    assert seen[0]["stats"]["unique_graphs"] == 2 and "graph_break" not in seen[0] and seen[0] == seen[-1]
+    assert compiled.summary["variant"] == "compile" and compiled.summary["warmup_seconds"] > 0
+    assert [line["length"] for line in compiled.episodes] == [line["length"] for line in plain.episodes]
+    for ours, theirs in zip(compiled.metrics, plain.metrics, strict=True):
+        for name in ("policy_loss", "value_loss", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-2, abs=2e-3)
+
+
+def test_target_kl_ends_the_epochs(launch):
+    few = launch("appo_ray", *small("--target-kl", 1e-9, "--update-epochs", 5, "--norm-adv"))
+    assert few.summary["updates"] < 5 * few.summary["fragments_consumed"]
+
+
+@each_script
+def test_resume_goes_on(launch, script):
+    """With the statistics of the checkpoint, too: in the network, and those that run on."""
+    run = launch(script, *small())
+    module = importlib.import_module(script)
+    parts = torch.load(run.folder / "checkpoint.pt", weights_only=True)
+    assert parts["observation_moments"]["count"] > 300 and parts["return_moments"]["count"] > 250
+    agents, make = [], getattr(module, SCRIPTS[script])
+    config = run.config | {"resume": str(run.folder), "total_timesteps": 400}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, SCRIPTS[script], lambda *a: agents.append(make(*a)) or agents[0])
+        module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
+    again = read_run(run.folder.parent)
+    assert again.summary["resumed_at"] == [run.summary["global_step"]] and again.summary["global_step"] >= 400
+    assert agents[0].observation_moments.count == pytest.approx(parts["observation_moments"]["count"] + 144, abs=50)
