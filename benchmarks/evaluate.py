@@ -115,6 +115,24 @@ class NormalizedPolicy(nn.Module):
         return mean.clamp(self.low, self.high)
 
 
+class ActorPolicy(nn.Module):
+    """Asynchronous PPO's most probable action, or its mean one, clipped to the bounds; [B] or [B, A].
+
+    Its network has the normalisation in it.
+    """
+
+    def __init__(self, network: nn.Module, space: gym.Space, parts: Mapping):
+        super().__init__()
+        self.network, self.is_discrete = network, isinstance(space, gym.spaces.Discrete)
+        if not self.is_discrete:
+            self.register_buffer("low", torch.as_tensor(space.low))
+            self.register_buffer("high", torch.as_tensor(space.high))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        output, *_ = self.network(observation.float())
+        return output.argmax(1) if self.is_discrete else output.clamp(self.low, self.high)
+
+
 class MemoryPolicy(nn.Module):
     """The action of the highest value, the most probable one, or the mean one, clipped to the bounds; [B] or [B, A].
 
@@ -132,7 +150,7 @@ class MemoryPolicy(nn.Module):
         return output.clamp(torch.as_tensor(self.space.low), torch.as_tensor(self.space.high))
 
 
-POLICIES = {  # algorithm: its network, the agent's name for it, and the policy that it makes
+POLICIES = {  # algorithm: what makes its network, the agent's name for that, and the policy that it makes
     "sac_continuous_action": ("GaussianActor", "actor", ScaledPolicy),
     "td3_continuous_action": ("DeterministicActor", "actor", ScaledPolicy),
     "dqn": ("DiscreteQNetwork", "q_network", GreedyPolicy),
@@ -141,6 +159,8 @@ POLICIES = {  # algorithm: its network, the agent's name for it, and the policy 
     "ppo_atari_envpool": ("AtariActorCritic", "network", GreedyPolicy),
     "ppo_memory": ("RecurrentActorCritic", "network", MemoryPolicy),
     "dqn_memory": ("RecurrentQNetwork", "q_network", MemoryPolicy),
+    "impala_ray": ("make_network", "network", GreedyPolicy),
+    "appo_ray": ("make_actor_critic", "network", ActorPolicy),
 }
 
 
@@ -154,10 +174,13 @@ def make_policy(module: ModuleType, env: gym.Env, parts: Mapping) -> nn.Module:
     if isinstance(env, Remembered):
         sizes += [env.envs.is_discrete] if class_name == "RecurrentActorCritic" else []
         sizes += [module.CELLS[env.args.cell](env.args.hidden_size), env.args.hidden_size]
+    if class_name.startswith("make"):  # functions of the spaces' shapes
+        sizes = [env.observation_space.shape, outputs if isinstance(space, gym.spaces.Discrete) else space.shape]
     network = getattr(module, class_name)(*sizes)
     if name in agent:  # the compiled scripts keep a network as one vector
         own = module.FlatModule(network).split(agent[name])
         state = dict(zip(dict(network.named_parameters()), own, strict=True))
+        state |= {key: agent[f"normalizer.{key.rpartition('.')[2]}"] for key, _ in network.named_buffers()}
     else:
         state = {key.removeprefix(f"{name}."): value for key, value in agent.items() if key.startswith(f"{name}.")}
     network.load_state_dict(state)
@@ -261,6 +284,8 @@ def make_env(
     """
     if config:
         return env_id, Remembered(module, module.Args(**config, env_id=env_id, num_envs=1))
+    if hasattr(module, "is_atari") and module.is_atari(env_id):  # its games are those of PPO's script
+        module = importlib.import_module("ppo_atari_envpool")
     if hasattr(module, "make_pool"):
         return (f"ALE/{env_id}", make_twin(f"ALE/{env_id}")) if with_pictures else (env_id, Game(module, env_id))
     (env,) = module.make_environments(module.Args(env_id=env_id, num_envs=1))

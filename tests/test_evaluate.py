@@ -35,6 +35,8 @@ AGENTS = {
     "ppo_atari_envpool": "AtariPPOAgent",
     "ppo_memory": "MemoryPPOAgent",
     "dqn_memory": "MemoryDQNAgent",
+    "impala_ray": "IMPALAAgent",
+    "appo_ray": "APPOAgent",
 }
 SCRIPTS = [algorithm + version for algorithm in AGENTS for version in ("", "_torchcompile")]
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -93,6 +95,9 @@ def trained(launch):
             flags |= {"slice-length": 4, "num-envs": 2}
         if algorithm.startswith("ppo"):
             flags = {"num-steps": 20, "num-minibatches": 2, "update-epochs": 2, "num-envs": 2}
+        if algorithm.endswith("_ray"):
+            flags = {"fragment-length": 20, "num-envs": 2}
+            flags |= {"num-minibatches": 2} if algorithm == "appo_ray" else {}
         with pytest.MonkeyPatch.context() as patch:
             name = "Compiled" * (algorithm != script) + AGENTS[algorithm]
             make = getattr(module, name)
@@ -205,7 +210,10 @@ def own_outputs(script, agent, observation, monkeypatch):
         observation = ((observation.numpy() - moments.mean) / moments.deviation()).clip(-10, 10).astype(np.float32)
         mean, *_ = agent.policy_and_value(agent.network, torch.as_tensor(observation))
         return mean.clamp(torch.as_tensor(agent.low), torch.as_tensor(agent.high))
-    if script.startswith("ppo"):
+    if script.startswith("appo"):
+        mean, *_ = agent.policy_and_value(agent.network, observation.float())
+        return mean.clamp(torch.as_tensor(environments.LOW), torch.as_tensor(environments.HIGH))
+    if script.startswith(("ppo", "impala")):
         return agent.policy_and_value(agent.network, observation.float())[0]
     if script.startswith("dqn"):
         return agent.q_values(agent.q_network, observation.float())
