@@ -1,0 +1,444 @@
+"""A Gymnasium vector environment in Ray actors that take K steps a call, as Tianshou's issue 1172 asks.
+
+    with running_ray(cpus=4):  # or ray.init(address=...)
+        envs = RayVectorEnv([partial(gym.make, "CartPole-v1")] * 64, num_actors=4)
+        observations, infos = envs.reset(seed=1)
+        rollout = envs.rollout(policy, steps=100)              # one call of each actor, 100 steps of all 64
+        for rollout in envs.rollouts(policy, 100, count=50):   # the same 50 times, two calls of each actor in flight
+            ...
+
+A call costs the driver some hundred microseconds, whatever it carries. With one step a call that is the ceiling
+(the issue's 96 cores reach 4 % of their steps at 0.001 s a step), so each actor holds a vector environment and takes
+many steps a call, with actions that are given or that a policy function selects in the actor.
+
+`reset`, `step` and `close` are those of gymnasium.vector.SyncVectorEnv, seeds, infos and autoreset included: N
+environments in A actors observe, earn and end just what they would in one process. benchmarks/ray_scaling.py measures
+what it costs. It needs Ray (requirements/requirements-ray.txt), which is imported only where it is used.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+Policy = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+"""observations [M, …] and the actor's own generator → actions [M, …]"""
+
+ARRAY_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)  # whose batches are one array
+OBJECT_STORE = 256 * 2**20  # bytes of shared memory that Ray may use; Ray's own default is 30 % of the machine's
+
+
+# ---- Ray on this machine ----
+def import_ray():
+    """Ray, with settings that it reads when it is imported; raises ImportError if it is not installed.
+
+    Whoever can reach Ray's ports can run code. Unless RAY_AUTH_MODE says otherwise, a secret that only this process and
+    its children know is asked for; Ray itself would write one into the home folder.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Of a hundred processes that start on two cores the last takes longer than Ray's minute
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
+    import ray
+    import ray.cluster_utils
+
+    return ray
+
+
+@contextlib.contextmanager
+def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterator[None]:
+    """Ray on this machine alone while the context lasts; then nothing of it is left.
+
+    cpus: cores that a node claims to have; nodes: more than one are simulated machines, each with a scheduler and a
+    shared memory of its own (ray.cluster_utils.Cluster), beside one without cores that has the driver; folder: where
+    Ray keeps sockets and logs, in a folder that is removed at the end; the one for temporary files if not given.
+    """
+    old_handler = signal.getsignal(signal.SIGTERM)
+    old = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "PYTHONPATH")}
+    if "ray" not in sys.modules:  # else it would not see what is set here
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as there, Ray has the address 127.0.0.1
+    ray, cluster = import_ray(), None
+    with tempfile.TemporaryDirectory(prefix="ray", dir=folder, ignore_cleanup_errors=True) as own:
+        Path(own, "ray").mkdir()  # Cluster expects it
+        os.environ["RAY_TMPDIR"] = own  # also for Ray's note of what runs here, which another Ray may have in /tmp
+        # So that actors find what is beside this file, wherever the program was started
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [old["PYTHONPATH"]])])
+        common = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        try:
+            if nodes == 1:
+                ray.init("local", num_cpus=cpus, num_gpus=0, **common, **quiet)
+            else:
+                logging.getLogger("ray").setLevel(logging.ERROR)
+                cluster = ray.cluster_utils.Cluster()
+                for own_cpus in (0, *[cpus] * nodes):
+                    cluster.add_node(num_cpus=own_cpus, **common)
+                ray.init(cluster.address, **quiet)
+            signal.signal(signal.SIGTERM, old_handler)  # Ray has put its own, which ends with status 1, in its place
+            yield
+        finally:
+            ray.shutdown()
+            if cluster is not None:
+                cluster.shutdown()
+            signal.signal(signal.SIGTERM, old_handler)
+            for name, value in old.items():
+                os.environ.pop(name, None)
+                os.environ.update({} if value is None else {name: value})
+
+
+def failure(calls: Sequence, error: Exception) -> tuple[int, Exception]:
+    """Of calls for which ray.get raised `error`: the number of the first that has failed, and what was raised there."""
+    ray = import_ray()
+    for number, call in enumerate(calls):
+        try:
+            ray.get(call, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.RayError as found:
+            return number, getattr(found, "cause", None) or found
+    return 0, error
+
+
+def describe(error: Exception) -> str:
+    """An error in a line."""
+    if isinstance(error, import_ray().exceptions.RayActorError):
+        return "its process has ended"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+# ---- In the actors ----
+class Environments(SyncVectorEnv):
+    """M environments, whose infos are not put together: `infos[i]` are those of environment i, in order.
+
+    The type of one environment's entry decides on that of all, so that only who knows all may put them together.
+    """
+
+    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
+        if env_info:
+            vector_infos.setdefault(env_num, []).append(env_info)
+        return vector_infos
+
+
+class Actor:
+    """M environments in a process of its own."""
+
+    def start(self, env_fns: Sequence[Callable[[], gym.Env]], autoreset_mode: AutoresetMode) -> tuple:
+        """Makes the environments; their spaces and metadata. Not in `__init__`, whose errors Ray wraps twice."""
+        self.envs = Environments(env_fns, copy=False, autoreset_mode=autoreset_mode)
+        self.observations: np.ndarray | None = None  # [M, …], those of the last step
+        self.over = np.zeros(self.envs.num_envs, bool)  # which the next step only resets
+        self.policy: Policy | None = None
+        self.generator = np.random.default_rng()
+        return self.envs.single_observation_space, self.envs.single_action_space, self.envs.metadata
+
+    def reset(self, seeds: Sequence[int | None], options: dict | None) -> tuple[np.ndarray, dict]:
+        mask = None if options is None else options.get("reset_mask")
+        if isinstance(mask, np.ndarray) and not mask.any():  # SyncVectorEnv refuses it, but another actor's may be True
+            return self.observations, {}
+        if seeds[0] is not None:
+            self.generator = np.random.default_rng([seeds[0], 1])  # another stream than that of the environment
+        self.observations, infos = self.envs.reset(seed=list(seeds), options=options)
+        self.over = self.over & ~mask if mask is not None else np.zeros_like(self.over)
+        return self.observations, infos
+
+    def step(self, actions: np.ndarray) -> tuple:
+        self.observations, rewards, terminations, truncations, infos = self.envs.step(np.array(actions))
+        self.over = terminations | truncations
+        return self.observations, rewards, terminations, truncations, infos
+
+    def rollout(self, steps: int, actions: np.ndarray | None, policy: Policy | None) -> tuple:
+        """Takes K steps with actions [K, M, …], or with those of the policy; that is sent only if it is a new one.
+
+        Returns the fields of a Rollout, but the K + 1 observations in one array and None for actions that were given.
+        """
+        self.policy = self.policy if policy is None else policy
+        envs, given = self.envs, actions
+        shape = (steps, envs.num_envs)
+        observations = np.empty((steps + 1, *self.observations.shape), self.observations.dtype)
+        actions = (
+            np.empty((steps, *envs.action_space.shape), envs.action_space.dtype) if given is None else given.copy()
+        )
+        rewards, (terminations, truncations, resets) = np.empty(shape), (np.empty(shape, bool) for _ in range(3))
+        observations[0] = self.observations
+        for t in range(steps):
+            if given is None:
+                actions[t] = self.policy(observations[t], self.generator)
+            resets[t] = self.over
+            self.observations, rewards[t], terminations[t], truncations[t], _ = envs.step(actions[t])
+            observations[t + 1] = self.observations
+            self.over = terminations[t] | truncations[t]
+        return observations, actions if given is None else None, rewards, terminations, truncations, resets
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+# ---- In the driver ----
+@dataclass
+class Rollout:
+    """K steps of N environments, in arrays that belong to the caller."""
+
+    observations: np.ndarray
+    """[K, N, …]: what each action was taken on"""
+    actions: np.ndarray
+    """[K, N, …]"""
+    rewards: np.ndarray
+    """[K, N], float64"""
+    terminations: np.ndarray
+    """[K, N], bool"""
+    truncations: np.ndarray
+    """[K, N], bool"""
+    resets: np.ndarray
+    """[K, N], bool: the step only reset the environment, whose episode had ended before it; it is no transition"""
+    last_observations: np.ndarray
+    """[N, …]: what the next action will be taken on"""
+
+
+class RayVectorEnv(VectorEnv):
+    """N environments in A Ray actors, in order: the first N / A of them (rounded) in the first actor, and so on.
+
+    Like AsyncVectorEnv it has an order of calls: while rollouts are under way (`send`), only `receive` and `close` may
+    be called. If an environment or an actor fails, all actors are ended, and a RuntimeError says which.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gym.Env]],
+        num_actors: int | None = None,
+        num_cpus: float = 1,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        start_timeout: float = 600.0,
+    ):
+        """Starts the actors in the Ray that is running.
+
+        num_actors: one for each environment if not given; num_cpus: cores that each actor claims, so that Ray spreads
+        them and a cluster that grows by itself grows (0 only where all share a machine on purpose); start_timeout:
+        seconds after which a TimeoutError says how many have not started. Raises TypeError for spaces whose batches
+        are not one array, RuntimeError if Ray is not running, and ValueError.
+        """
+        super().__init__()
+        ray, env_fns = import_ray(), list(env_fns)
+        count = len(env_fns) if num_actors is None else num_actors
+        if not 1 <= count <= len(env_fns):
+            raise ValueError(f"num_actors={count}: must be from 1 to the number of environments, {len(env_fns)}")
+        if not ray.is_initialized():
+            raise RuntimeError("Ray is not running: call ray.init() first, or use running_ray()")
+        self.num_envs, self.autoreset_mode = len(env_fns), AutoresetMode(autoreset_mode)
+        ends = [self.num_envs * number // count for number in range(count + 1)]
+        self.rows = [slice(*pair) for pair in pairwise(ends)]
+        self._pending: deque[tuple[list, np.ndarray | None]] = deque()
+        self._policy: Policy | None = None
+        self._is_reset = False
+        # The machines of a cluster need not have this file
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.actors = [ray.remote(num_cpus=num_cpus)(Actor).remote() for _ in self.rows]
+        try:
+            calls = [a.start.remote(env_fns[own], self.autoreset_mode) for a, own in zip(self.actors, self.rows)]
+            late = ray.wait(calls, num_returns=count, timeout=start_timeout)[1]
+            if late:
+                cores = ray.cluster_resources().get("CPU", 0)
+                reason = f"each asks for {num_cpus:g} of the {cores:g} cores that Ray has"
+                raise TimeoutError(f"{len(late)} of {count} actors have not started in {start_timeout:g} s; {reason}")
+            spaces = self._get(calls)
+            self.single_observation_space, self.single_action_space, self.metadata = spaces[0]
+            for observation_space, action_space, _ in spaces:
+                if (observation_space, action_space) != spaces[0][:2]:
+                    raise RuntimeError(f"the environments differ: {(observation_space, action_space)}, {spaces[0][:2]}")
+            for space in spaces[0][:2]:
+                if not isinstance(space, ARRAY_SPACES):
+                    raise TypeError(f"{space}: must be of {', '.join(kind.__name__ for kind in ARRAY_SPACES)}")
+        except BaseException:
+            self.close(timeout=0)
+            raise
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    # -- Gymnasium's interface --
+    def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
+        """Resets all environments, or those of options["reset_mask"]: observations [N, …] and infos.
+
+        seed: of the first environment, those of the others follow; or a list of them. The generators that policies are
+        called with are seeded, too. Raises ValueError.
+        """
+        self._check("reset")
+        if seed is None or isinstance(seed, int | np.integer):
+            seed = [None if seed is None else int(seed) + i for i in range(self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise ValueError(f"seed: {len(seed)} values for {self.num_envs} environments")
+        mask = None if options is None else options.get("reset_mask")
+        if mask is not None:
+            self._check_reset()
+            if np.shape(mask) != (self.num_envs,) or not np.any(mask):
+                raise ValueError(f"options['reset_mask']: must have shape ({self.num_envs},) and a True")
+        calls = []
+        for actor, own in zip(self.actors, self.rows):
+            part = options if mask is None else options | {"reset_mask": np.asarray(mask, bool)[own]}
+            calls.append(actor.reset.remote(seed[own], part))
+        observations, infos = zip(*self._get(calls))
+        self._is_reset = True
+        return np.concatenate(observations), self._merge(infos)
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """One step with actions [N, …]: observations [N, …], rewards, terminations, truncations [N] and infos.
+
+        A call of each actor for a single step is what does not scale: see `rollout`. Raises TypeError or ValueError for
+        actions that the space can't hold.
+        """
+        self._check("step")
+        self._check_reset()
+        actions = self._cast(actions)
+        if actions.shape != self.action_space.shape:
+            raise ValueError(f"actions of shape {actions.shape}: must have {self.action_space.shape}")
+        calls = [actor.step.remote(actions[own]) for actor, own in zip(self.actors, self.rows)]
+        *arrays, infos = zip(*self._get(calls))
+        return *map(np.concatenate, arrays), self._merge(infos)
+
+    def close_extras(self, timeout: float = 5.0) -> None:
+        """Closes the environments of the actors that answer within `timeout` seconds, and ends all actors."""
+        ray = import_ray()
+        self._pending.clear()
+        if ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):
+                calls = [actor.close.remote() for actor in self.actors]
+                ray.wait(calls, num_returns=len(calls), timeout=timeout)
+            for actor in self.actors:
+                ray.kill(actor)
+
+    # -- Many steps a call --
+    def rollout(self, policy: Policy | np.ndarray, steps: int | None = None) -> Rollout:
+        """K steps of all environments in one call of each actor (lockstep); `send` says of what."""
+        self._check("rollout")
+        self.send(policy, steps)
+        return self.receive()
+
+    def rollouts(
+        self, policy: Policy | np.ndarray, steps: int | None = None, count: int = 1, in_flight: int = 2
+    ) -> Iterator[Rollout]:
+        """`count` rollouts with up to `in_flight` calls of each actor under way: no actor waits for the driver.
+
+        At most `in_flight` rollouts are begun before the first is yielded: what the driver learns from one is in the
+        actions of the one after the next at the earliest. An iterator that is left early ends the rollouts under way,
+        whose steps are lost.
+        """
+        self._check("rollouts")
+        sent = 0
+        try:
+            for _ in range(count):
+                while sent < count and len(self._pending) < in_flight:
+                    self.send(policy, steps)
+                    sent += 1
+                yield self.receive()
+        finally:
+            while self._pending and not self.closed:
+                self.receive()
+
+    def send(self, policy: Policy | np.ndarray, steps: int | None = None) -> None:
+        """Starts a rollout and returns; `receive` returns it. Rollouts that are under way follow one another.
+
+        policy: a function, of which each actor gets a copy when it is another than the last one (new weights make a
+        new function: functools.partial(act, weights)); or actions [K, N, …]. steps: K, for a policy. Raises ValueError,
+        and RuntimeError unless environments reset in the step after an episode's end, as is Gymnasium's default.
+        """
+        self._check_open("send")
+        self._check_reset()
+        if self.autoreset_mode != AutoresetMode.NEXT_STEP:
+            raise RuntimeError(f"rollouts need the autoreset mode NEXT_STEP, not {self.autoreset_mode.name}")
+        actions = None
+        if not callable(policy):
+            actions = self._cast(policy)
+            if not len(actions) or actions.shape[1:] != self.action_space.shape or steps not in (None, len(actions)):
+                expected = f"[{'steps' if steps is None else steps}, {', '.join(map(str, self.action_space.shape))}]"
+                raise ValueError(f"actions of shape {list(actions.shape)}: must have {expected}")
+            calls = [
+                actor.rollout.remote(len(actions), np.ascontiguousarray(actions[:, own]), None)
+                for actor, own in zip(self.actors, self.rows)
+            ]
+        else:
+            if steps is None or steps < 1:
+                raise ValueError(f"steps={steps}: must be at least 1")
+            # An actor's calls run in order, so one that has the policy need not get it again
+            new = None if policy is self._policy else import_ray().put(policy)
+            calls = [actor.rollout.remote(steps, None, new) for actor in self.actors]
+            self._policy = policy
+        self._pending.append((calls, actions))
+
+    def receive(self) -> Rollout:
+        """The rollout that was sent first; waits for it. Raises NoAsyncCallError if none is under way."""
+        self._check_open("receive")
+        if not self._pending:
+            raise NoAsyncCallError("receive() comes after send()", "receive")
+        calls, given = self._pending.popleft()
+        parts = self._get(calls)
+        steps = len(parts[0][2])
+
+        def joined(index: int, length: int = steps) -> np.ndarray:
+            # What Ray returns lies in its shared memory, read-only, until nobody refers to it
+            first = parts[0][index]
+            array = np.empty((length, self.num_envs, *first.shape[2:]), first.dtype)
+            for own, part in zip(self.rows, parts):
+                array[:, own] = part[index][:length]
+            return array
+
+        actions = given if given is not None else joined(1)
+        last = np.concatenate([part[0][-1] for part in parts])
+        return Rollout(joined(0), actions, *(joined(index) for index in range(2, 6)), last)
+
+    # -- Actors --
+    def _merge(self, parts: Sequence[dict[int, list[dict]]]) -> dict:
+        """The infos of all environments, as Gymnasium's vector environments have them."""
+        merged = {}
+        for own, part in zip(self.rows, parts):
+            for index, infos in part.items():
+                for info in infos:
+                    merged = self._add_info(merged, info, own.start + index)
+        return merged
+
+    def _cast(self, actions: np.ndarray) -> np.ndarray:
+        """In the space's dtype; raises TypeError rather than cut fractions off."""
+        return np.asarray(actions).astype(self.action_space.dtype, casting="same_kind", copy=False)
+
+    def _get(self, calls: list) -> list:
+        """What the actors return. If one fails, all are ended."""
+        ray = import_ray()
+        try:
+            return ray.get(calls)
+        except ray.exceptions.RayError as error:
+            number, cause = failure(calls, error)
+            self.close(timeout=1)
+            own = self.rows[number]
+            which = (
+                f"environment {own.start}"
+                if own.stop == own.start + 1
+                else f"environments {own.start} to {own.stop - 1}"
+            )
+            raise RuntimeError(f"actor {number} ({which}): {describe(cause)}") from cause
+
+    def _check_open(self, name: str) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"{name}() after close()")
+
+    def _check_reset(self) -> None:
+        if not self._is_reset:
+            raise ResetNeeded("reset() comes before the first step")
+
+    def _check(self, name: str) -> None:
+        self._check_open(name)
+        if self._pending:
+            raise AlreadyPendingCallError(f"{name}() while rollouts are under way: receive() them first", name)
