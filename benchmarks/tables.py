@@ -27,6 +27,7 @@ import compile_inference
 import eager_tips
 import lag_learning
 import memory_learning
+import ray_scaling
 import scan
 from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
 
@@ -388,6 +389,21 @@ def scan_table(results: Path, part: str) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/scan.py` makes them."
 
 
+def ray_table(results: Path, part: str) -> str:
+    """How Ray scales: one of the tables of ray_scaling.py."""
+    parts = []
+    for path, result in newest(results, "ray_scaling", lambda result: not result["settings"]["quick"]):
+        if found := ray_scaling.tables_of(result).get(part):
+            header, rows = found
+            turns = sorted({line["runs"] for line in result["medians"]})
+            counts = " to ".join(map(str, dict.fromkeys((turns[0], turns[-1]))))
+            note = ray_scaling.CAPTIONS[part].format(turns=f"{counts} turn{'' if turns[-1] == 1 else 's'}")
+            ray = f"Ray {result['versions']['ray']}"
+            table = markdown(header, rows, ray_scaling.TEXT_COLUMNS[part])
+            parts.append(f"{table}\n\n{note} {ray}. {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_scaling.py` makes them."
+
+
 def agent_observer_table(results: Path) -> str:
     """Each transport at each point, and its observer's median latency beside that of torch RPC.
 
@@ -466,6 +482,7 @@ TABLES = {
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,
     **{part: partial(scan_table, part=part) for part in scan.PARTS},
+    **{part: partial(ray_table, part=part) for part in ray_scaling.CAPTIONS},
     "agent_observer": agent_observer_table,
     "agent_observer_reference": agent_observer_reference_table,
 }

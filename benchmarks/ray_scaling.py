@@ -1,0 +1,554 @@
+"""Measures how Ray scales over cores, nodes and steps a call: the table of Tianshou's issue 1172, redone.
+
+    python benchmarks/ray_scaling.py                        16 actors, and 2 simulated nodes of 48; some 10 minutes
+    python benchmarks/ray_scaling.py --quick                16 actors and few cells, in less than 2 minutes
+    python benchmarks/ray_scaling.py --nodes --durations 0.001 --steps 1 10 100 1000
+    python benchmarks/ray_scaling.py --result RESULT.json --plot ray.png     draws what was measured before
+
+As in the issue, a step of an environment sleeps for a given duration and nothing learns, and each core has one
+environment: here an actor of benchmarks/ray_vector_env.py. Efficiency is SPS (steps/s of all actors) × duration /
+actors. Asleep, an actor needs no core, so that one machine can hold the actors of many cores; what it can't do is wake
+them all at once. Every figure says how it came about:
+
+measured    actors on this machine, in one Ray node
+simulated   the same on several Ray nodes, all on this machine (ray.cluster_utils.Cluster): its few cores and no
+            network do the work of all the nodes
+modelled    computed from the model below, for nodes that were not there
+
+An actor takes K steps a call. In `lockstep` the driver waits for a call of every actor before it makes the next ones;
+`double-buffered`, each actor has two calls in flight. With A actors and steps of d seconds, a round of A calls takes
+
+    lockstep          K · (d + s) + A · c
+    double-buffered   max(K · (d + s), A · c)
+
+where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the sleep's overrun, the
+vector environment, the policy). Both are fitted to the cells of each kind of cluster and mode, by least squares of the
+relative error; the RMS of that is given. On one machine the actors' share of a call takes the same cores as the
+driver's, so that c is too large for a cluster rather than too small.
+
+A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times.
+A cell with calls of more than --limit-seconds is left to the model. Memory is what an actor's process has: resident,
+and with pages that several processes share divided among them. The result is a JSON file, written anew after each cell.
+"""
+
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import tyro
+
+from ray_vector_env import RayVectorEnv, import_ray, running_ray
+from speed import (
+    RESULTS,
+    check_output,
+    fail,
+    median,
+    new_result,
+    print_table,
+    read_result,
+    result_path,
+    save,
+    scrub,
+    show,
+    terminate_like_interrupt,
+    until_stopped,
+    warn_if_busy,
+)
+
+MODES = {"lockstep": 1, "double-buffered": 2}  # calls of each actor in flight
+PUBLISHED = RESULTS / "reference_tianshou_1172.json"
+ACTOR_BYTES = 120e6  # resident, to refuse what can't fit
+COLOURS = ("#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f", "#000000")
+
+
+@dataclass
+class Args:
+    actors: int = 16
+    """actors of the measured cells, in one node; 0: none of these"""
+    nodes: tuple[int, ...] = (2,)
+    """numbers of simulated nodes, each number a cluster of its own; none if followed by nothing"""
+    cores_per_node: int = 48
+    """cores, and so actors, of a simulated or modelled node; 48 as in the issue"""
+    durations: tuple[float, ...] = (1.0, 0.1, 0.01, 0.001)
+    """seconds d that a step takes"""
+    steps: tuple[int, ...] = (1, 10, 100, 1000)
+    """steps K of a call"""
+    observation_size: int = 4
+    """float32 numbers in an observation"""
+    seconds: float = 2.0
+    """seconds of calls that a cell takes at least"""
+    limit_seconds: float = 2.0
+    """seconds that a call's steps may take; a cell of longer ones is modelled only"""
+    repeats: int = 3
+    """turns of all cells of a cluster"""
+    quick: bool = False
+    """a short version: no simulated nodes, two durations, one turn"""
+    output: Path | None = None
+    """result file; by default runs/bench/ray_scaling_cpu_DATE.json"""
+    result: Path | None = None
+    """a result file that is there already: nothing is measured, its tables are printed, and drawn with --plot"""
+    plot: Path | None = None
+    """PNG file for efficiency against step duration; needs matplotlib"""
+
+
+# ---- In the actors ----
+class Sleeping(gym.Env):
+    """Sleeps in each step for reset's options["duration"] seconds; its episodes never end."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, observation_size: int):
+        self.observation_space = gym.spaces.Box(-1, 1, (observation_size,), np.float32)
+        self.observation, self.duration = np.zeros(observation_size, np.float32), 0.0
+        if sys.platform == "linux":
+            import ctypes
+
+            # Linux lets a sleep last 50 µs longer, so that it can wake several processes at once
+            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, ns
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        self.duration = (options or {}).get("duration", self.duration)
+        return self.observation, {}
+
+    def step(self, action: int):
+        time.sleep(self.duration)
+        return self.observation, 0.0, False, False, {}
+
+
+def act(observations: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    return np.zeros(len(observations), np.int64)
+
+
+def memory_of(actor: object, modules: Sequence[str] = ()) -> dict[str, int]:
+    """Bytes of an actor's process once it has imported the modules: resident, and with shared pages divided."""
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {key: int(value) for key, value, *_ in (line.replace(":", "").split() for line in lines)}
+    return {"rss": kilobytes["Rss"] * 1024, "pss": kilobytes["Pss"] * 1024}
+
+
+# ---- Measuring ----
+def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds: float) -> dict:
+    """At least 3 rounds, and `seconds` of them, after one that is not counted.
+
+    Rounds that are under way at the end are not counted either, so that the driver has as many calls to make as to
+    receive in those that are.
+    """
+    envs.reset(options={"duration": duration})
+    for _ in range(MODES[mode]):
+        envs.send(act, steps)
+    envs.receive()
+    started, cpu, rounds = time.perf_counter(), time.process_time(), 0
+    while rounds < 3 or time.perf_counter() - started < seconds:
+        envs.send(act, steps)
+        envs.receive()
+        rounds += 1
+    elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
+    for _ in range(MODES[mode] - 1):
+        envs.receive()
+    sps = rounds * steps * envs.num_envs / elapsed
+    figures = {"rounds": rounds, "seconds": round(elapsed, 4), "round_seconds": elapsed / rounds, "sps": round(sps, 3)}
+    return figures | {"driver_cpu_per_call": cpu / rounds / len(envs.actors)}
+
+
+def memory(envs: RayVectorEnv) -> dict:
+    """Median bytes of the actors' processes, and those of one that has imported torch as well."""
+    ray = import_ray()
+    every = ray.get([actor.__ray_call__.remote(memory_of) for actor in envs.actors])
+    figures = {key: int(statistics.median(each[key] for each in every)) for key in ("rss", "pss")}
+    if importlib.util.find_spec("torch"):
+        with_torch = ray.get(envs.actors[0].__ray_call__.remote(memory_of, ("torch",)))
+        figures |= {f"{key}_with_torch": value for key, value in with_torch.items()}
+    return figures
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What Ray is made to have."""
+
+    kind: str
+    """measured or simulated"""
+    nodes: int
+    actors: int
+
+    def about(self) -> dict:
+        return vars(self).copy()
+
+
+def plan(args: Args) -> list[Cluster]:
+    clusters = [Cluster("measured", 1, args.actors)] if args.actors else []
+    return clusters + [Cluster("simulated", n, n * args.cores_per_node) for n in dict.fromkeys(args.nodes)]
+
+
+def cells_of(args: Args) -> list[tuple[float, int, str]]:
+    """The (duration, steps, mode) that are short enough."""
+    durations, steps = sorted(set(args.durations), reverse=True), sorted(set(args.steps))
+    pairs = [(d, k) for d in durations for k in steps if k * d <= args.limit_seconds * (1 + 1e-9)]
+    return [(d, k, mode) for d, k in pairs for mode in MODES]
+
+
+def measure_all(args: Args, result: dict, output: Path) -> None:
+    """Measures each cell of each cluster, turn by turn, into `result["runs"]`."""
+    for cluster in plan(args):
+        started = time.perf_counter()
+        nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
+        print(f"{cluster.kind}: {cluster.actors} actors, {nodes}: ", end="", flush=True)
+        with running_ray(cluster.actors // cluster.nodes, cluster.nodes):
+            envs = RayVectorEnv([partial(Sleeping, args.observation_size)] * cluster.actors)
+            print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
+            try:
+                for repeat in range(1, args.repeats + 1):
+                    for duration, steps, mode in cells_of(args):
+                        load = round(os.getloadavg()[0], 2)
+                        run = cluster.about() | {"duration": duration, "steps": steps, "mode": mode, "repeat": repeat}
+                        run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
+                        result["runs"].append(run | {"status": "finished"})
+                        write(result, output)
+                        share = run["sps"] * duration / cluster.actors
+                        about = f"{repeat} of {args.repeats}: {duration:g} s, K = {steps:,}, {mode}"
+                        print(f"{about}: {show(run['sps'], 0)} steps/s, {share:.1%}", flush=True)
+                if sys.platform == "linux":
+                    result["memory"].append(cluster.about() | memory(envs))
+                    write(result, output)
+            finally:
+                envs.close()
+
+
+# ---- Model ----
+def round_seconds(mode: str, actors: int, duration: float, steps: int, cost: float, overhead: float) -> float:
+    """What the model says that a round of a call of each actor takes."""
+    work, calls = steps * (duration + overhead), actors * cost
+    return work + calls if mode == "lockstep" else max(work, calls)
+
+
+def efficiency(mode: str, actors: int, duration: float, steps: int, cost: float, overhead: float) -> float:
+    return steps * duration / round_seconds(mode, actors, duration, steps, cost, overhead)
+
+
+def least_squares(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Factors of the two columns, none negative, whose sum comes nearest to the target."""
+    found = [np.zeros(2)]
+    for keep in ([0, 1], [0], [1]):
+        factors = np.zeros(2)
+        factors[keep] = np.linalg.lstsq(columns[:, keep], target, rcond=None)[0]
+        found += [factors] if (factors >= 0).all() else []
+    return min(found, key=lambda factors: np.square(columns @ factors - target).sum())
+
+
+def fit(lines: Sequence[Mapping], mode: str) -> dict | None:
+    """Cost of a call and overhead of a step, in seconds, and the RMS of the model's relative error; None of few cells.
+
+    The squares of (model - measured) / measured are the least. Double-buffered a round takes as long as either its
+    calls or its steps, so that each cell tells of one of the two: the cells with the most calls for their sleep of the
+    calls, and how many those are, the least squares say as well.
+    """
+    if len(lines) < 3:
+        return None
+    seconds = np.array([line["round_seconds"] for line in lines])
+    calls, steps = (np.array([line[key] for line in lines]) / seconds for key in ("actors", "steps"))
+    asleep = steps * [line["duration"] for line in lines]
+    ones = np.ones_like(seconds)
+    if mode == "lockstep":
+        found = [least_squares(np.stack([calls, steps], 1), ones - asleep)]
+    else:
+        order, found = np.argsort(calls / asleep), []
+        for count in range(len(lines) + 1):
+            is_bound = np.isin(np.arange(len(lines)), order[len(lines) - count :])
+            columns = np.stack([np.where(is_bound, calls, 0), np.where(is_bound, 0, steps)], 1)
+            found.append(least_squares(columns, ones - np.where(is_bound, 0, asleep)))
+
+    def errors(cost: float, overhead: float) -> np.ndarray:
+        work = asleep + steps * overhead
+        return (work + calls * cost if mode == "lockstep" else np.maximum(work, calls * cost)) - 1
+
+    cost, overhead = min(found, key=lambda factors: np.square(errors(*factors)).sum())
+    about = {key: lines[0][key] for key in ("kind", "nodes", "actors", "mode")} | {"cells": len(lines)}
+    rms = float(np.sqrt(np.square(errors(cost, overhead)).mean()))
+    return about | {"cost_per_call": float(cost), "overhead_per_step": float(overhead), "rms": rms}
+
+
+# ---- Lines ----
+KEYS = ("kind", "nodes", "actors", "duration", "steps", "mode")
+
+
+def summarise(runs: Sequence[Mapping]) -> list[dict]:
+    """One line a cell: medians over its turns."""
+    lines = []
+    for cell in dict.fromkeys(tuple(run[key] for key in KEYS) for run in runs):
+        own = [run for run in runs if tuple(run[key] for key in KEYS) == cell]
+        line = dict(zip(KEYS, cell)) | {"runs": len(own), "sps": median([run["sps"] for run in own], 3)}
+        line["round_seconds"] = line["actors"] * line["steps"] / line["sps"]
+        line["sps_per_core"] = line["sps"] / line["actors"]
+        line["efficiency"] = line["sps_per_core"] * line["duration"]
+        shares = [run["sps"] * line["duration"] / line["actors"] for run in own]
+        line |= {"efficiency_min": min(shares), "efficiency_max": max(shares)}
+        line["driver_cpu_per_call"] = statistics.median(run["driver_cpu_per_call"] for run in own)
+        lines.append(line)
+    return lines
+
+
+def fits_of(lines: Sequence[Mapping]) -> list[dict]:
+    """The model's parameters for each cluster and mode that has the cells."""
+    groups = {}
+    for line in lines:
+        groups.setdefault((line["kind"], line["nodes"], line["actors"], line["mode"]), []).append(line)
+    return [found for (*_, mode), group in groups.items() if (found := fit(group, mode))]
+
+
+def write(result: dict, path: Path) -> None:
+    lines = summarise(result["runs"])
+    result["fits"] = fits_of(lines)
+    save(result, path, lines)
+
+
+# ---- Tables: each a header and rows ----
+Table = tuple[list[str], list[list[str]]]
+
+
+def percent(share: float | None) -> str:
+    """With a digit after the point near the ends, where it tells something."""
+    return "" if share is None else f"{share:.1%}" if share < 0.1 or share >= 0.985 else f"{share:.0%}"
+
+
+def microseconds(seconds: float) -> str:
+    return show(seconds * 1e6, 0 if seconds >= 1e-5 else 1)
+
+
+def scaling_table(result: Mapping) -> Table:
+    """Each cell that was measured: SPS, SPS per core and efficiency, in lockstep and double-buffered."""
+    by_cell = {}
+    for line in result["medians"]:
+        by_cell.setdefault(tuple(line[key] for key in KEYS[:-1]), {})[line["mode"]] = line
+    header = ["", "nodes", "actors", "step, s", "K"]
+    for mode in MODES:
+        header += [f"{mode}: SPS", "SPS per core", "efficiency"]
+    rows = []
+    for (kind, nodes, actors, duration, steps), modes in by_cell.items():
+        rows.append([kind, str(nodes), str(actors), f"{duration:g}", f"{steps:,}"])
+        for mode in MODES:
+            line = modes.get(mode)
+            cells = (
+                (show(line["sps"], 0), show(line["sps_per_core"], 1), percent(line["efficiency"])) if line else [""] * 3
+            )
+            rows[-1] += cells
+    return [*header, "double-buffered / lockstep"], [
+        [*row, show(modes["double-buffered"]["sps"] / modes["lockstep"]["sps"]) if len(modes) == 2 else ""]
+        for row, modes in zip(rows, by_cell.values())
+    ]
+
+
+def fit_table(result: Mapping) -> Table:
+    """The cost of a call, the overhead of a step, how well they fit; and an actor's memory."""
+    memory = {(each["kind"], each["nodes"], each["actors"]): each for each in result["memory"]}
+    header = ["", "nodes", "actors", "mode", "cost c of a call, µs", "overhead s of a step, µs", "RMS error", "cells"]
+    header += ["memory of an actor, MB", "shared pages divided, MB", "with torch, MB", "shared pages divided, MB"]
+    rows = []
+    for found in result["fits"]:
+        rows.append([found["kind"], str(found["nodes"]), str(found["actors"]), found["mode"]])
+        rows[-1] += [microseconds(found["cost_per_call"]), microseconds(found["overhead_per_step"])]
+        rows[-1] += [f"{found['rms']:.1%}", str(found["cells"])]
+        own = memory.get((found["kind"], found["nodes"], found["actors"]), {})
+        for key in ("rss", "pss", "rss_with_torch", "pss_with_torch"):
+            rows[-1].append(show(own[key] / 1e6, 0) if key in own else "")
+    return header, rows
+
+
+def model_fits(result: Mapping) -> dict[str, Mapping]:
+    """By mode the parameters that nodes are modelled with: those that were measured, else those of the fewest nodes."""
+    ordered = sorted(result["fits"], key=lambda found: (found["kind"] != "measured", found["nodes"]))
+    return {mode: next(found for found in ordered if found["mode"] == mode) for mode in MODES
+            if any(found["mode"] == mode for found in ordered)}  # fmt: skip
+
+
+def published_rows() -> list[dict]:
+    """The 20 rows of the issue: cores, step duration in seconds, efficiency."""
+    return json.loads(PUBLISHED.read_text())["rows"]
+
+
+def nodes_table(result: Mapping) -> Table | None:
+    """The rows of the issue beside what the model, and where there is one the simulation, says of the same cluster."""
+    fits, rows = model_fits(result), []
+    if len(fits) < len(MODES):
+        return None
+    columns = [(mode, steps) for mode in MODES for steps in result["settings"]["steps"]]
+    simulated = {
+        tuple(line[key] for key in ("actors", "duration", "mode", "steps")): line["efficiency"]
+        for line in result["medians"]
+        if line["kind"] == "simulated"
+    }
+    for row in published_rows():
+        cores, duration = row["cores"], row["duration"]
+        rows.append([str(cores // 48), f"{cores:,}", f"{duration:g}", f"{row['efficiency']:.0%}"])
+        for mode, steps in columns:
+            found = fits[mode]
+            share = efficiency(mode, cores, duration, steps, found["cost_per_call"], found["overhead_per_step"])
+            own = simulated.get((cores, duration, mode, steps))
+            rows[-1].append(percent(share) + (f" ({percent(own)})" if own is not None else ""))
+    header = ["nodes", "cores", "step, s", "the issue's, measured"]
+    return [*header, *(f"{mode}, K = {steps:,}" for mode, steps in columns)], rows
+
+
+def tables_of(result: Mapping) -> dict[str, Table]:
+    tables = {"ray_scaling": scaling_table(result), "ray_fit": fit_table(result), "ray_nodes": nodes_table(result)}
+    return {name: table for name, table in tables.items() if table and table[1]}
+
+
+TEXT_COLUMNS = {"ray_scaling": 1, "ray_fit": 1, "ray_nodes": 0}  # columns of words, which stand left
+TITLES = {
+    "ray_scaling": "measured, and simulated on this machine",
+    "ray_fit": "the model's parameters, and memory",
+    "ray_nodes": "the issue's clusters: as published, and modelled (in brackets simulated) here",
+}
+CAPTIONS = {
+    "ray_scaling": "Medians of {turns}. SPS: steps/s of all actors; efficiency: SPS × step / actors. Measured: one Ray"
+    " node; simulated: several nodes, all of them on one machine.",
+    "ray_fit": "Fitted to the cells of the table above. A round of a call of each of A actors takes K · (d + s) + A · c"
+    " in lockstep, and max(K · (d + s), A · c) double-buffered. Memory: medians of the actors' processes.",
+    "ray_nodes": "Of the issue as published; all others are modelled with the parameters above, those in brackets"
+    " simulated on one machine.",
+}
+
+
+def print_result(result: Mapping) -> None:
+    for name, (header, rows) in tables_of(result).items():
+        print(f"{TITLES[name]}:")
+        print_table([header, *rows], left=TEXT_COLUMNS[name])
+        print()
+
+
+# ---- Picture ----
+def plot(result: Mapping, output: Path) -> None:
+    """Draws efficiency against step duration: the issue's 20 rows, and beside them those of each cluster here."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fail("--plot: needs matplotlib (pip install matplotlib)")
+    lines = result["medians"]
+    clusters = list(dict.fromkeys((line["kind"], line["nodes"], line["actors"]) for line in lines))
+    if not lines:
+        fail("--plot: the result has no cell")
+    figure = Figure(figsize=(4.4 * (1 + len(clusters)), 5.4), layout="constrained")
+    panels = figure.subplots(1, 1 + len(clusters), sharey=True)
+    cores = list(dict.fromkeys(row["cores"] for row in published_rows()))
+    for number, count in enumerate(cores):
+        points = [(row["duration"], 100 * row["efficiency"]) for row in published_rows() if row["cores"] == count]
+        shade = str(0.15 + 0.65 * number / max(1, len(cores) - 1))
+        panels[0].plot(*zip(*points), color=shade, marker="s", markersize=5, label=f"{count:,} cores")
+    panels[0].set_title("Tianshou's issue 1172:\none step a call, published", loc="left", fontsize=12)
+    steps = sorted({line["steps"] for line in lines})
+    for axes, (kind, nodes, actors) in zip(panels[1:], clusters):
+        for count, colour in zip(steps, COLOURS * len(steps)):
+            for mode, style in zip(MODES, ("-", "--")):
+                points = sorted(
+                    (line["duration"], 100 * line["efficiency"])
+                    for line in lines
+                    if (line["kind"], line["nodes"], line["actors"]) == (kind, nodes, actors)
+                    and (line["steps"], line["mode"]) == (count, mode)
+                )
+                if points:
+                    label = f"K = {count:,}" + ("" if mode == "lockstep" else f", {mode}")
+                    look = {"color": colour, "linestyle": style, "marker": "o" if mode == "lockstep" else "^"}
+                    axes.plot(*zip(*points), label=label, linewidth=1.8, markersize=5, **look)
+        where = f"{nodes} nodes on one machine" if nodes > 1 else "one node"
+        axes.set_title(f"{kind[0].upper()}{kind[1:]}:\n{actors} actors, {where}", loc="left", fontsize=12)
+    for axes in panels:
+        axes.set_xscale("log")
+        axes.set_ylim(0, 104)
+        axes.set_xlabel("step duration, s")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, fontsize=9)
+    panels[0].set_ylabel("efficiency, %")
+    host = f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores"
+    note = f"sleeping environments, one to an actor; {host}; Ray {result['versions']['ray']}"
+    figure.suptitle(note, fontsize=10, x=0.01, ha="left")
+    figure.savefig(output, dpi=150, metadata={"Software": None})
+    print(f"efficiency against step duration: {scrub(str(output))}")
+
+
+# ---- The benchmark ----
+def check_args(args: Args) -> None:
+    for name, least in (("actors", 0), ("cores_per_node", 1), ("observation_size", 1), ("repeats", 1)):
+        if getattr(args, name) < least:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    for name in ("seconds", "limit_seconds"):
+        if not getattr(args, name) > 0:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    for name, least in (("nodes", 2), ("steps", 1)):
+        for value in getattr(args, name):
+            if value < least:
+                fail(f"--{name} {value}: must be at least {least}")
+    for value in args.durations:
+        if not value > 0:
+            fail(f"--durations {value:g}: must be above 0")
+    for name in ("durations", "steps"):
+        if not getattr(args, name):
+            fail(f"--{name}: must be followed by at least one value")
+    if not plan(args):
+        fail(f"--actors {args.actors}: must be at least 1 where --nodes has no value")
+    if not cells_of(args):
+        fail(f"--limit-seconds {args.limit_seconds:g}: every call of --durations and --steps takes longer")
+    if args.plot is not None and (args.plot.is_dir() or not os.access(args.plot.resolve().parent, os.W_OK)):
+        fail(f"--plot {args.plot}: must be a file in a folder that can be written to")
+
+
+def check_machine(args: Args) -> None:
+    """Ends the program if Ray is not there, or if so many actors can't be in memory."""
+    if not importlib.util.find_spec("ray"):
+        fail("needs Ray (requirements/requirements-ray.txt)")
+    if sys.platform == "linux":
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        most = max(plan(args), key=lambda cluster: cluster.actors)
+        needed, free = most.actors * ACTOR_BYTES, int(lines["MemAvailable"].split()[0]) * 1024
+        if needed > free:
+            flag = f"--actors {most.actors}" if most.kind == "measured" else f"--nodes {most.nodes}"
+            gigabytes = f"{needed / 1e9:.0f} GB of memory, of which {free / 1e9:.0f} are free"
+            fail(f"{flag}: {most.actors} actors need some {gigabytes}")
+
+
+def main(args: Args) -> None:
+    terminate_like_interrupt()
+    if args.quick:
+        for name, value in {"nodes": (), "durations": (0.01, 0.001), "repeats": 1, "seconds": 1.0}.items():
+            if getattr(args, name) == getattr(Args, name):
+                setattr(args, name, value)
+    check_args(args)
+    if args.result:
+        result = read_result("--result", args.result, "ray_scaling")
+        print_result(result)
+    else:
+        check_machine(args)
+        probe = {"torch": importlib.metadata.version("torch"), "threads": 1, "gpu": None}
+        output = args.output or result_path("ray_scaling", "cpu", probe)
+        check_output(output, "ray_scaling")
+        result = new_result("ray_scaling", args, probe, "cpu") | {"fits": [], "memory": []}
+        result["versions"]["ray"] = importlib.metadata.version("ray")
+        result["settings"] = {key: value for key, value in result["settings"].items() if key not in ("plot", "result")}
+        result["settings"]["steps"] = sorted(set(args.steps))
+        warn_if_busy()
+        with until_stopped(result, output, write, print_result):
+            measure_all(args, result, output)
+    if args.plot:
+        plot(result, args.plot)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
