@@ -15,6 +15,7 @@ else for one request at a time. One of the original's arguments may be a list wi
     torch_rpc   torch.distributed.rpc: the agent acts in the threads that its calls arrive in
     pipe        multiprocessing.Pipe, a pair of sockets for each observer
     shm         states and actions in shared memory, and semaphores that wake: the lower bound of an observer's median
+    ray         calls of a Ray actor, which acts in its event loop; the observers are actors, too (needs Ray)
 
 Agent latency: from when the agent has the first request of a batch until all of its actions are selected. It includes
 the wait for the other observers, which is the longer the sooner the agent has the first: the transport that wakes it
@@ -22,7 +23,7 @@ soonest need not have the lowest. Without a batch it is from when the agent has 
 turn behind others that have come with it. Agent throughput: requests of the batch / latency. Observer latency: from
 asking to having the action; observer throughput: 1 / latency. Percentiles are over all steps of all episodes; with
 `--repeats`, medians over the runs. The transports take turns. CPU seconds per request are those of all threads of the
-agent, and of the observers.
+agent, and of the observers; Ray's own processes are in neither.
 
 The clock is monotonic, latencies are in seconds with microseconds, one episode of warm-up is not counted, and the
 agent keeps no autograd graph. With `--compat` all this is as in the original: the clock is `time.time`, latencies have
@@ -32,7 +33,10 @@ softmax goes over the observers. Every process has one thread for torch's operat
 The result is a JSON file with the original's keys, written anew after each run. When a process dies, all are ended.
 """
 
+import asyncio
 import contextlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -56,6 +60,7 @@ import torch.distributed.rpc as rpc
 import tyro
 from torch import Tensor, nn
 
+from ray_vector_env import describe, failure, import_ray, running_ray
 from speed import fail, new_result, now, scrub, terminate_like_interrupt
 from tables import COLOURS, load
 
@@ -84,7 +89,7 @@ class Args:
     output_file_path: str = "benchmark_report.json"
     """result file"""
     transport: str = "torch_rpc"
-    """how requests and actions travel: torch_rpc, pipe or shm, or several of them separated by commas"""
+    """how requests and actions travel: torch_rpc, pipe, shm or ray, or several of them separated by commas"""
     batch_timeout: float | None = None
     """microseconds after the first request of a batch, at which the agent acts for those that have asked; without it
     the agent waits for all"""
@@ -395,20 +400,115 @@ class SharedObserver(Observer):
         return shared.actions[row]
 
 
+# ---- Ray ----
+class RayAgent(Agent):
+    """Acts in the event loop of its actor: for each call, or in the one that makes a batch complete."""
+
+    def __init__(self, world: World):
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        super().__init__(world, torch.zeros(world.observers, *world.state_size))
+        self.buffer = self.states.numpy()  # what arrives is read-only, which PyTorch warns of
+        self.waiting: dict[int, asyncio.Future] = {}
+        self.started, self.timer, self.cpu = 0.0, None, time.process_time()
+
+    async def request(self, row: int, state: np.ndarray) -> int:
+        started = self.clock()
+        self.buffer[row] = state
+        (action,) = self.act([row], started)
+        return action
+
+    async def request_batch(self, row: int, state: np.ndarray) -> int:
+        loop = asyncio.get_running_loop()
+        self.buffer[row] = state
+        if not self.waiting:
+            self.started = self.clock()
+            if self.world.batch_timeout is not None:
+                self.timer = loop.call_later(self.world.batch_timeout, self.answer)
+        future = self.waiting[row] = loop.create_future()
+        if len(self.waiting) == self.world.observers:
+            self.answer()
+        return await future
+
+    def answer(self) -> None:
+        """Acts for those that wait."""
+        if self.timer is not None:
+            self.timer.cancel()
+        waiting, self.waiting = self.waiting, {}
+        rows = sorted(waiting)
+        for row, action in zip(rows, self.act(rows, self.started)):
+            waiting[row].set_result(action)
+
+    async def measured(self) -> tuple[list[tuple[float, int]], float]:
+        """Latencies, and seconds of CPU, since the last time."""
+        before, self.cpu = self.cpu, time.process_time()
+        return super().episode(0), self.cpu - before
+
+
+class RayObserver(Observer):
+    def __init__(self, world: World, row: int, agent: object):
+        torch.set_num_threads(1)
+        torch.manual_seed(row + 1)
+        super().__init__(world, row)
+        self.request, self.get = agent.request_batch if world.batch else agent.request, import_ray().get
+
+    def ask(self, state: Tensor) -> int:
+        return self.get(self.request.remote(self.row, state.numpy()))
+
+    def measure(self, steps: int) -> tuple[list[float], float]:
+        """Latencies and seconds of CPU of an episode."""
+        cpu = time.process_time()
+        return self.episode(steps), time.process_time() - cpu
+
+
+def play_in_ray(world: World, control: Connection) -> None:
+    """Starts Ray, the agent and the observers; an episode for each number of steps that arrives."""
+    with running_ray(world.observers + 1):  # none claims a core, but as many start at once
+        ray = import_ray()
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each actor would import tables.py and all
+        agent = ray.remote(num_cpus=0)(RayAgent).remote(world)
+        observers = [ray.remote(num_cpus=0)(RayObserver).remote(world, row, agent) for row in range(world.observers)]
+
+        def get(calls: Sequence, names: Sequence[str]) -> list:
+            try:
+                return ray.get(calls)
+            except ray.exceptions.RayError as error:
+                number, cause = failure(calls, error)
+                # That somebody has ended is raised in an observer's call only if it is the agent
+                errors = ray.exceptions
+                is_agent = isinstance(error, errors.RayTaskError) and isinstance(cause, errors.RayActorError)
+                raise RunFailed(f"{'agent' if is_agent else names[number]}: {describe(cause)}") from None
+
+        names = [f"observer {row + 1}" for row in range(world.observers)]
+        get([actor.__ray_ready__.remote() for actor in (agent, *observers)], ["agent", *names])
+        control.send(None)
+        while True:
+            steps = control.recv()
+            measured = get([observer.measure.remote(steps) for observer in observers], names)
+            control.send([*get([agent.measured.remote()], ["agent"]), *measured])
+
+
 TRANSPORTS = {  # what is made before the processes start, and what they are
     "torch_rpc": (lambda world: None, RpcAgent, RpcObserver),
     "pipe": (make_pipes, PipeAgent, PipeObserver),
     "shm": (Shared, SharedAgent, SharedObserver),
 }
+CHOICES = (*TRANSPORTS, "ray")  # which starts its processes itself
 
 
 def why_not(transport: str) -> str | None:
     """Why this machine can't run the transport, if so."""
-    missing = transport == "torch_rpc" and not rpc.is_available()
-    return "this build of PyTorch has no torch.distributed.rpc" if missing else None
+    if transport == "torch_rpc" and not rpc.is_available():
+        return "this build of PyTorch has no torch.distributed.rpc"
+    if transport == "ray" and not importlib.util.find_spec("ray"):
+        return "needs Ray (requirements/requirements-ray.txt)"
+    return None
 
 
 # ---- The processes of a run ----
+PATIENCE = 15.0  # seconds in which Ray has to end
+
+
 class RunFailed(Exception):
     """A process died, reported an error, or did not answer."""
 
@@ -430,22 +530,29 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def exit_with_parent() -> None:
-    """Ends this process once the one that has started it is gone, however that came."""
+def exit_with_parent(patience: float) -> None:
+    """Ends this process once the one that has started it is gone, however that came; `patience` s later if in order."""
     wait([multiprocessing.parent_process().sentinel])
+    if patience:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(patience)
     os._exit(1)
 
 
 def work(world: World, shared: object, rank: int, control: Connection) -> None:
-    """The agent (rank 0) or an observer: an episode for each number of steps that arrives."""
+    """The agent (rank 0) or an observer, or Ray with all of them: an episode for each number of steps that arrives."""
+    is_ray = world.transport == "ray"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator ends its processes itself
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Ray's process ends what it has started and removes its files
+    signal.signal(signal.SIGTERM, (lambda *_: sys.exit()) if is_ray else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no more than the coordinator's one line
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, args=(PATIENCE if is_ray else 0,), daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
+        if is_ray:
+            play_in_ray(world, control)
         _, agent, observer = TRANSPORTS[world.transport]
         worker = observer(world, rank - 1, shared) if rank else agent(world, shared)
         control.send(None)
@@ -501,25 +608,32 @@ def run_world(world: World, timeout: float) -> dict:
 
     However it is left, no process of it is left over.
     """
-    workers, measured = [], []
-    shared = TRANSPORTS[world.transport][0](world)
+    workers, measured, is_ray = [], [], world.transport == "ray"
+    shared = None if is_ray else TRANSPORTS[world.transport][0](world)
+    names = ["Ray"] if is_ray else ["agent", *(f"observer {rank}" for rank in range(1, world.observers + 1))]
     sys.stdout.flush()  # else each process inherits what is in the buffer
     try:
         with blocked_signals():
-            for rank in range(world.observers + 1):
+            for rank, name in enumerate(names):
                 ours, theirs = CONTEXT.Pipe()
                 process = CONTEXT.Process(target=work, args=(world, shared, rank, theirs))
                 process.start()
-                workers.append(Worker(f"observer {rank}" if rank else "agent", ours, process))
+                workers.append(Worker(name, ours, process))
                 theirs.close()  # so that the end of the process shows as the end of the pipe
         gather(workers, timeout)
         for _ in range(world.episodes + (not world.compat)):
             for worker in workers:
                 worker.control.send(world.episode_steps)
-            measured.append(gather(workers, timeout))
+            messages = gather(workers, timeout)
+            measured.append(messages[0] if is_ray else messages)
     except BrokenPipeError:
         raise RunFailed(reason(workers, "a process ended")) from None
     finally:
+        if is_ray:
+            with blocked_signals():
+                for worker in workers:
+                    worker.process.terminate()
+                    worker.process.join(PATIENCE)
         for worker in workers:
             worker.process.kill()
         for worker in workers:
@@ -622,7 +736,7 @@ def plot(report: dict, output: Path) -> None:
         figure = Figure(figsize=(5.6, 11.2), layout="constrained")
         for axes, metric in zip(figure.subplots(4), METRICS):
             scale = 1 if metric.endswith("throughput") else 1e6
-            for transport, colour in zip(TRANSPORTS, COLOURS):
+            for transport, colour in zip(CHOICES, COLOURS):
                 lines = [line for line in results if line["transport"] == transport]
                 at = [places[line[x_axis] if x_axis else ""] for line in lines]
                 p50, p95 = ([line[metric][key] * scale for line in lines] for key in ("p50", "p95"))
@@ -691,8 +805,8 @@ def read_arguments(args: Args) -> tuple[dict, str | None]:
 
 def check_args(args: Args, transports: Sequence[str], arguments: dict) -> None:
     for transport in transports:
-        if transport not in TRANSPORTS:
-            fail(f"--transport {transport}: must be {', '.join(TRANSPORTS)}, or several of them separated by commas")
+        if transport not in CHOICES:
+            fail(f"--transport {transport}: must be {', '.join(CHOICES)}, or several of them separated by commas")
     for name in ("repeats", "episodes", "episode_steps", "timeout"):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
@@ -748,6 +862,8 @@ def measure(args: Args, arguments: dict, x_axis: str | None, transports: Sequenc
     report = {name: value for name, value in arguments.items() if name != x_axis}
     report |= {"transport": ",".join(transports)} | own | ({"x_axis_name": x_axis} if x_axis else {})
     about = new_result("agent_observer", args, {"torch": torch.__version__, "threads": 1, "gpu": None}, "cpu")
+    if "ray" in transports and not why_not("ray"):
+        about["versions"]["ray"] = importlib.metadata.version("ray")
     report |= {"benchmark_results": []} | {key: about[key] for key in OWN_KEYS}
     points = [{x_axis: value} for value in arguments[x_axis]] if x_axis else [{}]
     for repeat, at, transport in itertools.product(range(1, args.repeats + 1), points, transports):

@@ -228,7 +228,7 @@ def test_plot_is_legible_on_a_phone(tmp_path, monkeypatch):
         ("--state-size 10-0", "--state-size 10-0: must be"),
         ("--nlayers 0", "--nlayers 0: must be"),
         ("--out-features 2.5", "--out-features 2.5: must be"),
-        ("--transport ray", "--transport ray: must be torch_rpc, pipe, shm"),
+        ("--transport udp", "--transport udp: must be torch_rpc, pipe, shm, ray"),
         ("--transport shm,tcp", "--transport tcp: must be"),
         ("--repeats 0", "--repeats 0: must be above 0"),
         ("--master-port http", "--master-port http: must be"),
