@@ -1,0 +1,722 @@
+"""benchmarks/ray_vector_env.py, beside Gymnasium's; ray_scaling.py and agent_observer.py --transport ray. Real Ray."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import RecordEpisodeStatistics
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import agent_observer  # noqa: E402
+import ray_scaling  # noqa: E402
+import speed  # noqa: E402
+import tables  # noqa: E402
+from ray_vector_env import RayVectorEnv, running_ray  # noqa: E402
+
+needs_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs requirements/requirements-ray.txt")
+AUTH = {"RAY_AUTH_MODE": "token"}  # with a secret that ray_vector_env.py makes up: other users of the machine stay out
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Ray with 4 cores to give away, for the tests of this file; and its API."""
+    if not importlib.util.find_spec("ray"):
+        pytest.skip("needs requirements/requirements-ray.txt")
+    os.environ |= AUTH
+    before = sorted(os.listdir("/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"))  # where the actors find environments.py
+        with running_ray(cpus=4):
+            import ray
+
+            yield ray
+    assert not ray.is_initialized() and sorted(os.listdir("/dev/shm")) == before
+
+
+@pytest.fixture
+def made():
+    """made(env_fns, …): a RayVectorEnv that is closed after the test."""
+    every = []
+
+    def made(*args, **kwargs):
+        every.append(RayVectorEnv(*args, **{"num_cpus": 0} | kwargs))
+        return every[-1]
+
+    yield made
+    for envs in every:
+        envs.close()
+
+
+@pytest.fixture(scope="module")
+def vector(ray):
+    """vector(task): the RayVectorEnv of one of TASKS, reset; the same one for all tests, as actors start slowly."""
+    every = {}
+
+    def vector(task, seed=3):
+        if task not in every:
+            every[task] = RayVectorEnv(*TASKS[task], num_cpus=0)
+        return every[task], every[task].reset(seed=seed)
+
+    yield vector
+    for envs in every.values():
+        envs.close()
+
+
+def make(env_id, **kwargs):
+    return partial(gym.make, env_id, disable_env_checker=True, **kwargs)
+
+
+def counted(env_id, **kwargs):
+    return RecordEpisodeStatistics(gym.make(env_id, **kwargs))
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+# ---- The vector environment, step for step ----
+# Episodes are cut short here and fall by themselves there, not two environments at the same time
+CARTPOLES = [make("CartPole-v1", max_episode_steps=n) for n in (5, 100, 11, 100, 7)]
+TASKS = {  # spaces of observations and actions: Box and Discrete, Box and Box, Discrete and Discrete; infos
+    "CartPole": (CARTPOLES, 2),
+    "Pendulum": ([make("Pendulum-v1", max_episode_steps=n) for n in (3, 8, 4)], 2),
+    "FrozenLake": ([make("FrozenLake-v1", max_episode_steps=n) for n in (9, 30, 30)], 2),
+    "episodes": ([partial(counted, "CartPole-v1", max_episode_steps=n) for n in (4, 100, 6)], 2),
+}
+
+
+def assert_infos(found, expected):
+    assert {*found} == {*expected}
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_infos(found[key], value)
+        elif key != "t":  # the seconds that an episode took
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+            assert found[key].dtype == value.dtype, key
+
+
+def assert_same(found, expected):
+    *found, infos = found
+    *expected, expected_infos = expected
+    assert_infos(infos, expected_infos)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype and ours.flags.writeable
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_step_for_step_as_in_one_process(task, vector):
+    env_fns, _ = TASKS[task]
+    (envs, first), expected = vector(task), SyncVectorEnv(env_fns)
+    for name in ("single_observation_space", "single_action_space", "observation_space", "action_space", "num_envs"):
+        assert getattr(envs, name) == getattr(expected, name), name
+    assert envs.metadata["autoreset_mode"] == expected.metadata["autoreset_mode"]
+    assert_same(first, expected.reset(seed=3))
+    expected.action_space.seed(1)
+    ended = []
+    for _ in range(60):
+        actions = expected.action_space.sample()
+        both = envs.step(actions), expected.step(actions)
+        assert_same(*both)
+        ended.append((both[1][2].any(), both[1][3].any()))
+    assert (task == "Pendulum" or any(terminated for terminated, _ in ended)) and any(cut for _, cut in ended)
+    seeds = [7, None, *range(len(env_fns) - 2)]
+    fixed = [i for i, seed in enumerate(seeds) if seed is not None]
+    np.testing.assert_array_equal(envs.reset(seed=seeds)[0][fixed], expected.reset(seed=seeds)[0][fixed])
+
+
+@pytest.fixture
+def cartpoles(vector):
+    return vector("CartPole")[0]
+
+
+def stepped(env_fns, actions, seed=3):
+    """What SyncVectorEnv makes of actions [K, N, …], in a rollout's fields."""
+    envs = SyncVectorEnv(env_fns)
+    observation, _ = envs.reset(seed=seed)
+    steps, over = {name: [] for name in ("observations", "rewards", "terminations", "truncations", "resets")}, None
+    for action in actions:
+        steps["observations"].append(observation)
+        steps["resets"].append(np.zeros(len(env_fns), bool) if over is None else over)
+        observation, *rest, _ = envs.step(action)
+        for name, value in zip(("rewards", "terminations", "truncations"), rest):
+            steps[name].append(value)
+        over = rest[1] | rest[2]
+    return {name: np.stack(rows) for name, rows in steps.items()} | {"last_observations": observation}
+
+
+def assert_rollout(rollout, expected, rows=slice(None)):
+    for name, array in vars(rollout).items():
+        if name in expected:
+            wanted = expected[name] if name == "last_observations" else expected[name][rows]
+            np.testing.assert_array_equal(array, wanted, err_msg=name)
+            assert array.flags.c_contiguous and array.dtype == wanted.dtype, name
+
+
+@pytest.mark.parametrize("task", ["CartPole", "Pendulum"])
+def test_rollouts_of_given_actions(task, vector):
+    (envs, _), (env_fns, _) = vector(task), TASKS[task]
+    envs.action_space.seed(1)
+    actions = np.stack([envs.action_space.sample() for _ in range(40)])
+    expected = stepped(env_fns, actions)
+    assert expected["resets"].any() and not expected["resets"].all()
+    del expected["last_observations"]
+    envs.send(actions[:13])  # two under way, of different lengths
+    envs.send(actions[13:39])
+    for rows in (slice(13), slice(13, 39)):
+        rollout = envs.receive()
+        assert_rollout(rollout, expected, rows)
+        np.testing.assert_array_equal(rollout.actions, actions[rows])
+    np.testing.assert_array_equal(rollout.last_observations, expected["observations"][39])
+    # What lies between two rollouts counts for the next one: a step, and which environments are to be reset
+    observations, rewards, *_ = envs.step(actions[39])
+    np.testing.assert_array_equal(rewards, expected["rewards"][39])
+    np.testing.assert_array_equal(envs.rollout(actions[:1]).observations[0], observations)
+
+
+def lean(observations, generator):
+    """Pushes where the pole leans, with noise."""
+    return (observations[:, 2] + 0.05 * generator.standard_normal(len(observations)) > 0).astype(np.int64)
+
+
+def test_rollouts_of_a_policy(cartpoles):
+    """Double-buffered as in lockstep, also with fewer rollouts than calls in flight, and what the actions lead to."""
+    parts = [cartpoles.rollout(lean, 8) for _ in range(5)]
+    actions = np.concatenate([part.actions for part in parts])
+    expected = stepped(CARTPOLES, actions)
+    for index, part in enumerate(parts):
+        rows = slice(8 * index, 8 * index + 8)
+        assert_rollout(part, {key: expected[key] for key in ("observations", "rewards", "resets")}, rows)
+    assert_rollout(parts[-1], {"last_observations": expected["last_observations"]})
+    cartpoles.reset(seed=3)
+    again = [*cartpoles.rollouts(lean, 8, count=4), *cartpoles.rollouts(lean, 8, count=1)]
+    for one, other in zip(again, parts, strict=True):
+        assert_rollout(one, vars(other))
+    # Each actor draws its own numbers: after a seed others than with another, and not those of the environments
+    noise = [cartpoles.rollout(lambda obs, generator: (generator.random(len(obs)) < 0.5).astype(int), 40).actions]
+    assert not np.array_equal(noise[0][:, 0], noise[0][:, 2])
+
+
+def test_the_other_way_to_reset(ray, made):
+    """In the same step, in which infos have the last observation; rollouts would have no place for it."""
+    envs, expected = (
+        kind(CARTPOLES[:3], autoreset_mode="SameStep") for kind in (partial(made, num_actors=1), SyncVectorEnv)
+    )
+    assert_same(envs.reset(seed=3), expected.reset(seed=3))
+    for _ in range(12):
+        found, wanted = (each.step(np.ones(3, int)) for each in (envs, expected))
+        for ours, theirs in zip(found[:4], wanted[:4]):
+            np.testing.assert_array_equal(ours, theirs)
+        assert {*found[4]} == {*wanted[4]}
+        for ours, theirs in zip(found[4].get("final_obs", ()), wanted[4].get("final_obs", ())):
+            np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(RuntimeError, match="NEXT_STEP, not SAME_STEP"):
+        envs.rollout(lean, 3)
+
+
+def test_a_policy_is_sent_once_and_replaced_in_order(ray, cartpoles, monkeypatch):
+    sent, put = [], ray.put
+    monkeypatch.setattr(ray, "put", lambda value: sent.append(value) or put(value))
+    left, right = (partial(lambda action, obs, _: np.full(len(obs), action), action) for action in (0, 1))
+    for policy in (left, left, right):
+        cartpoles.send(policy, 3)
+    assert [cartpoles.receive().actions.mean() for _ in range(3)] == [0, 0, 1] and sent == [left, right]
+
+
+def test_an_iterator_that_is_left_early_leaves_nothing_under_way(cartpoles):
+    for _ in cartpoles.rollouts(lean, 4, count=10):
+        break
+    assert cartpoles.rollout(lean, 4).rewards.shape == (4, 5)
+
+
+def test_resets_of_some(cartpoles):
+    expected = SyncVectorEnv(CARTPOLES)
+    expected.reset(seed=3)
+    actions = np.ones(5, int)
+    for mask in ([True, False, False, False, False], [False, True, True, False, True]):
+        for _ in range(4):
+            cartpoles.step(actions)
+            expected.step(actions)
+        both = (envs.reset(options={"reset_mask": np.array(mask)}) for envs in (cartpoles, expected))
+        assert_same(*both)
+    assert_same(cartpoles.step(actions), expected.step(actions))
+
+
+def test_calls_out_of_order(ray, made):
+    envs = made(CARTPOLES[:2], 1)
+    actions = np.ones(2, int)
+    for call in (lambda: envs.step(actions), lambda: envs.rollout(lean, 3)):
+        with pytest.raises(ResetNeeded):
+            call()
+    envs.reset()
+    with pytest.raises(NoAsyncCallError):
+        envs.receive()
+    for shape in ((3,), (1,), (2, 1)):
+        with pytest.raises(ValueError, match=r"actions of shape \("):
+            envs.step(np.ones(shape, int))
+    with pytest.raises(TypeError, match="Cannot cast"):
+        envs.step(np.array([0.5, 1.0]))
+    for wrong in (np.ones((4, 3), int), np.ones((0, 2), int)):
+        with pytest.raises(ValueError, match=r"actions of shape \[.*must have \[steps, 2\]"):
+            envs.send(wrong)
+    with pytest.raises(ValueError, match=r"must have \[3, 2\]"):
+        envs.send(np.ones((4, 2), int), 3)
+    with pytest.raises(ValueError, match="steps=0: must be at least 1"):
+        envs.send(lean, 0)
+    with pytest.raises(ValueError, match="seed: 3 values for 2 environments"):
+        envs.reset(seed=[1, 2, 3])
+    with pytest.raises(ValueError, match="reset_mask"):
+        envs.reset(options={"reset_mask": np.zeros(2, bool)})
+    envs.send(lean, 3)
+    for call in (envs.reset, lambda: envs.step(actions), lambda: envs.rollout(lean, 3)):
+        with pytest.raises(AlreadyPendingCallError):
+            call()
+    envs.close()
+    envs.close()
+    for call in (envs.reset, lambda: envs.step(actions), envs.receive, lambda: envs.send(lean, 3)):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+
+
+def pids_of(ray, envs):
+    return ray.get([actor.__ray_call__.remote(lambda actor: os.getpid()) for actor in envs.actors])
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_errors_of_environments_and_actors(ray, made):
+    """They say where and what, and no actor goes on."""
+    counters = [make("environments:CounterDiscrete-v0")] * 2
+    envs = made([*counters, make("environments:FailingDiscrete-v0", fail_at=2)], 2)
+    pids = pids_of(ray, envs)
+    envs.reset(seed=0)
+    with pytest.raises(
+        RuntimeError, match=r"^actor 1 \(environments 1 to 2\): RuntimeError: the environment broke down$"
+    ):
+        envs.rollout(np.zeros((4, 3), int))
+    assert envs.closed
+    wait_until(lambda: all(map(is_gone, pids)))
+    with pytest.raises(RuntimeError, match=r"^actor 1 \(environment 1\): NameNotFound: "):
+        made([make("CartPole-v1"), make("NoSuchTask-v0")])
+    with pytest.raises(TypeError, match="must be of Box, Discrete"):
+        made([make("environments:DictObservationDiscrete-v0")])
+    with pytest.raises(RuntimeError, match="the environments differ"):
+        made([make("CartPole-v1"), make("Pendulum-v1")])
+    envs = made(CARTPOLES[:3])
+    envs.reset()
+    os.kill(pids_of(ray, envs)[2], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"^actor 2 \(environment 2\): its process has ended$"):
+        for _ in range(100):
+            envs.rollout(lean, 100)
+
+
+def test_what_cannot_start(ray, monkeypatch):
+    with pytest.raises(ValueError, match="num_actors=3: must be from 1 to the number of environments, 2"):
+        RayVectorEnv(CARTPOLES[:2], 3)
+    with pytest.raises(
+        TimeoutError, match=r"1 of 1 actors have not started in 0\.2 s; each asks for 99 of the 4 cores"
+    ):
+        RayVectorEnv(CARTPOLES[:1], num_cpus=99, start_timeout=0.2)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match="Ray is not running"):
+        RayVectorEnv(CARTPOLES[:2])
+
+
+# ---- Programs, and what they leave ----
+class Program:
+    """A program in a process of its own; what it starts is known by its environment."""
+
+    def __init__(self, folder, name, *flags):
+        self.mark, self.temporary = (
+            uuid.uuid4().hex,
+            tempfile.mkdtemp(prefix="r", dir="/tmp"),
+        )  # sockets' names are short
+        self.shared_memory = sorted(os.listdir("/dev/shm"))
+        environment = os.environ | AUTH | {"LEANRL_TEST": self.mark, "TMPDIR": self.temporary}
+        self.out = folder / "out"
+        command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *map(str, flags)]
+        self.process = subprocess.Popen(
+            command, stdout=self.out.open("w"), stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
+        )
+
+    def left(self):
+        pids = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"LEANRL_TEST={self.mark}".encode() in path.read_bytes() and not is_gone(path.parent.name):
+                    pids.append(int(path.parent.name))
+        return pids
+
+    def end(self, timeout=60):
+        """Exit status and stderr, once it has ended and nothing of it is left."""
+        err = self.process.communicate(timeout=timeout)[1]
+        wait_until(lambda: not self.left())
+        assert sorted(os.listdir("/dev/shm")) == self.shared_memory and not os.listdir(self.temporary)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def program(tmp_path):
+    programs = []
+
+    def program(name, *flags):
+        programs.append(Program(tmp_path, name, *flags))
+        return programs[-1]
+
+    yield program
+    for each in programs:
+        for pid in each.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        each.process.wait()
+        shutil.rmtree(each.temporary, ignore_errors=True)
+
+
+@needs_ray
+def test_the_benchmark_from_end_to_end(program, tmp_path):
+    output = tmp_path / "new" / "result.json"
+    flags = ("--actors", 2, "--nodes", 2, "--cores-per-node", 1, "--durations", 0.001, "--steps", 1, 5, 2000)
+    run = program("ray_scaling", *flags, "--seconds", 0.02, "--limit-seconds", 0.1, "--repeats", 1, "--output", output)
+    status, err = run.end()
+    assert status == 0, err
+    result = json.loads(output.read_text())
+    assert {*speed.RESULT_KEYS} < {*result} and result["ended"] and result["versions"]["ray"]
+    cells = [(run["kind"], run["nodes"], run["actors"], run["steps"], run["mode"]) for run in result["runs"]]
+    assert cells == [
+        (*cluster, steps, mode)
+        for cluster in (("measured", 1, 2), ("simulated", 2, 2))
+        for steps in (1, 5)
+        for mode in ray_scaling.MODES
+    ]
+    for run in result["runs"]:
+        assert run["rounds"] >= 3 and 0 < run["sps"] * run["duration"] / run["actors"] < 1
+    assert len(result["memory"]) == 2 and all(10e6 < each["pss"] <= each["rss"] < 1e9 for each in result["memory"])
+    assert "measured: 2 actors, 1 node: started in " in run_text(tmp_path) and "simulated" in run_text(tmp_path)
+
+
+def run_text(folder):
+    return (folder / "out").read_text()
+
+
+@needs_ray
+def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
+    output = tmp_path / "result.json"
+    flags = ("--actors", 1, "--nodes", "--durations", 0.001, "--steps", 1, "--repeats", 100000, "--seconds", 0.01)
+    run = program("ray_scaling", *flags, "--output", output)
+    wait_until(output.exists, 60)
+    run.process.send_signal(signal.SIGINT)
+    status, err = run.end()
+    assert status == 128 + signal.SIGINT and "Traceback" not in err
+    result = json.loads(output.read_text())
+    assert result["ended"] is None and result["runs"] and result["medians"]
+    assert "stopped; the runs so far: " in run_text(tmp_path)
+
+
+@needs_ray
+def test_agent_and_observers_in_ray(program, tmp_path):
+    """Both kinds of requests; then the program is killed, and all that it has started ends."""
+    flags = ("--transport", "ray", "--world-size", 4, "--batch", "True,False", "--episodes", 2, "--episode-steps", 10)
+    run = program("agent_observer", *flags, "--repeats", 2, "--output-file-path", tmp_path / "report.json")
+
+    def report():
+        return json.loads((tmp_path / "report.json").read_text())
+
+    wait_until(lambda: (tmp_path / "report.json").exists() and len(report()["runs"]) == 2, 90)
+    run.process.kill()
+    wait_until(lambda: not run.left(), 30)
+    assert sorted(os.listdir("/dev/shm")) == run.shared_memory and not os.listdir(run.temporary)
+    assert [line["batch"] for line in report()["benchmark_results"]] == [True, False] and report()["versions"]["ray"]
+    for line, size in zip(report()["benchmark_results"], (2, 1)):
+        for name in agent_observer.METRICS:
+            values = list(line[name].values())
+            assert values == sorted(values) and values[0] > 0
+        assert line[agent_observer.METRICS[0]]["p50"] < line[agent_observer.METRICS[2]]["p99"]
+        assert line[agent_observer.BATCH_SIZE] == size
+        assert all(0 < seconds < 1 for seconds in line[agent_observer.CPU].values())
+
+
+# ---- The agent in Ray, without Ray ----
+def made_agent(**changes):
+    settings = {"observers": 2, "batch": True, "state_size": (2, 3), "nlayers": 1, "out_features": 4}
+    settings |= {"batch_timeout": None, "episodes": 1, "episode_steps": 1, "compat": False, "master": ""}
+    agent = agent_observer.RayAgent(agent_observer.World(transport="ray", **settings | changes))
+    # Only the action that equals the state has a probability
+    agent.policy = lambda states: 1e4 * nn.functional.one_hot(states[:, 0, 0].long(), 4)
+    return agent
+
+
+def state(number):
+    return np.full((2, 3), number, np.float32)
+
+
+def test_a_batch_waits_for_all_and_each_gets_its_own_action():
+    agent = made_agent()
+
+    async def play():
+        first = asyncio.create_task(agent.request_batch(1, state(3)))
+        await asyncio.sleep(0.01)
+        assert not first.done() and agent.latencies == []
+        return [await agent.request_batch(0, state(2)), await first]
+
+    assert asyncio.run(play()) == [2, 3]
+    (latencies, cpu), (rest, _) = asyncio.run(agent.measured()), asyncio.run(agent.measured())
+    assert [size for _, size in latencies] == [2] and latencies[0][0] >= 0.01 and cpu > 0 and rest == []
+
+
+def test_a_batch_is_answered_before_all_have_asked():
+    agent = made_agent(batch_timeout=0.001)
+
+    async def play():
+        late = await agent.request_batch(1, state(3))
+        return [late, *await asyncio.gather(agent.request_batch(0, state(1)), agent.request_batch(1, state(2)))]
+
+    assert asyncio.run(play()) == [3, 1, 2] and [size for _, size in agent.latencies] == [1, 2]
+
+
+def test_one_by_one_without_batch():
+    agent = made_agent(batch=False)
+    assert [asyncio.run(agent.request(row, state(row + 1))) for row in (1, 0)] == [2, 1]
+    assert [size for _, size in agent.latencies] == [1, 1]
+
+
+def test_without_ray(monkeypatch, capsys, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name))
+    monkeypatch.chdir(tmp_path)
+    for main, args in (
+        (agent_observer.main, agent_observer.Args(transport="ray")),
+        (ray_scaling.main, ray_scaling.Args()),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(args)
+        lines = capsys.readouterr().err
+        assert (
+            error.value.code == 2
+            and "needs Ray (requirements/requirements-ray.txt)" in lines
+            and lines.count("\n") == 1
+        )
+    assert not list(tmp_path.iterdir())
+
+
+# ---- The model ----
+def made_line(mode, actors, duration, steps, cost, overhead, noise=1.0):
+    seconds = noise * ray_scaling.round_seconds(mode, actors, duration, steps, cost, overhead)
+    about = {"kind": "measured", "nodes": 1, "actors": actors, "duration": duration, "steps": steps, "mode": mode}
+    return about | {"round_seconds": seconds}
+
+
+SIZES = [(d, k) for d in (1.0, 0.1, 0.01, 0.001) for k in (1, 10, 100, 1000) if d * k <= 1]
+
+
+@pytest.mark.parametrize("mode", ray_scaling.MODES)
+@pytest.mark.parametrize(("cost", "overhead"), [(7e-4, 5e-5), (3e-3, 0.0), (0.0, 2e-4)])
+def test_the_model_finds_its_parameters(mode, cost, overhead):
+    lines = [made_line(mode, 16, *size, cost, overhead) for size in SIZES]
+    found = ray_scaling.fit(lines, mode)
+    assert found["cost_per_call"] == pytest.approx(cost, rel=1e-6, abs=1e-12)
+    assert found["overhead_per_step"] == pytest.approx(overhead, rel=1e-6, abs=1e-12)
+    assert found["rms"] < 1e-9 and found["cells"] == len(SIZES)
+    noise = np.random.default_rng(0).choice([0.9, 1.1], len(SIZES))
+    noisy = [made_line(mode, 16, *size, cost, overhead, factor) for size, factor in zip(SIZES, noise)]
+    assert 0.05 < ray_scaling.fit(noisy, mode)["rms"] < 0.101  # never worse than with the true ones
+
+
+def test_the_fit_is_the_least_of_all():
+    """Against a search: relative squares, and no parameter below zero where the best of all would be."""
+    random = np.random.default_rng(1)
+    for mode in ray_scaling.MODES:
+        lines = [made_line(mode, 16, *size, 4e-4, 1e-5, random.uniform(0.6, 1.2)) for size in SIZES]
+        found = ray_scaling.fit(lines, mode)
+
+        def rms(cost, overhead, lines=lines, mode=mode):
+            sizes = [[line[key] for key in ("actors", "duration", "steps")] for line in lines]
+            modelled = [ray_scaling.round_seconds(mode, *size, cost, overhead) for size in sizes]
+            return np.sqrt(np.mean([(own / x["round_seconds"] - 1) ** 2 for own, x in zip(modelled, lines)]))
+
+        assert found["cost_per_call"] >= 0 and found["overhead_per_step"] >= 0
+        assert found["rms"] == pytest.approx(rms(found["cost_per_call"], found["overhead_per_step"]))
+        grid = [rms(cost, overhead) for cost in np.linspace(1e-4, 1e-3, 46) for overhead in np.linspace(0, 2e-4, 21)]
+        assert found["rms"] <= min(grid) + 1e-3
+    assert ray_scaling.fit(lines[:2], "lockstep") is None
+
+
+def test_the_model_says_what_the_issue_measured():
+    """With one step a call, which costs 223 µs: the 20 rows within 3 points, by their RMS."""
+    rows = ray_scaling.published_rows()
+    assert len(rows) == 20 and {row["cores"] for row in rows} == {96, 192, 384, 768, 1536}
+    shares = [ray_scaling.efficiency("lockstep", row["cores"], row["duration"], 1, 223e-6, 0) for row in rows]
+    assert np.sqrt(np.mean([(share - row["efficiency"]) ** 2 for share, row in zip(shares, rows)])) < 0.035
+    assert ray_scaling.efficiency("double-buffered", 96, 0.01, 10, 223e-6, 0) == 1
+    assert ray_scaling.efficiency("double-buffered", 96, 0.001, 10, 1e-3, 0) == pytest.approx(0.01 / 0.096)
+
+
+# ---- Plan, tables and picture ----
+def test_plan():
+    args = ray_scaling.Args(nodes=(2, 4, 2), durations=(0.001, 1.0), steps=(1000, 1), limit_seconds=1.0)
+    assert [(c.kind, c.nodes, c.actors) for c in ray_scaling.plan(args)] == [
+        ("measured", 1, 16), ("simulated", 2, 96), ("simulated", 4, 192)
+    ]  # fmt: skip
+    pairs = [(1.0, 1), (0.001, 1), (0.001, 1000)]
+    assert ray_scaling.cells_of(args) == [(*pair, mode) for pair in pairs for mode in ray_scaling.MODES]
+    assert ray_scaling.plan(ray_scaling.Args(actors=0, nodes=())) == []
+
+
+class Recorder:
+    """Stands for a RayVectorEnv whose rounds take a tenth of a second; what it is asked is written down."""
+
+    num_envs, actors = 4, (None,) * 4
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(ray_scaling.time, "perf_counter", lambda: self.now)
+
+    def reset(self, options):
+        self.calls.append(options["duration"])
+
+    def send(self, policy, steps):
+        self.calls.append("send")
+
+    def receive(self):
+        self.now += 0.1
+        self.calls.append("receive")
+
+
+@pytest.mark.parametrize(("mode", "first"), [("lockstep", 1), ("double-buffered", 2)])
+def test_what_is_timed(mode, first, monkeypatch):
+    envs = Recorder(monkeypatch)
+    run = ray_scaling.measure(envs, 0.01, 10, mode, 0.45)
+    assert envs.calls == [0.01, *["send"] * first, "receive", *["send", "receive"] * 5, *["receive"] * (first - 1)]
+    assert run["rounds"] == 5 and run["sps"] == 400 and run["round_seconds"] == pytest.approx(0.1)
+    assert ray_scaling.measure(envs, 0.01, 1, mode, 0.01)["rounds"] == 3
+
+
+PROBE = {"torch": "2.13.0", "threads": 1, "gpu": None}
+
+
+@pytest.fixture
+def result():
+    """Made up: 16 actors and 96 simulated ones, each cell in three turns of which the last two stray."""
+    result = speed.new_result("ray_scaling", ray_scaling.Args(), PROBE, "cpu") | {"ended": speed.now(), "fits": []}
+    result["versions"]["ray"], result["memory"] = "2.60.0", []
+    for kind, nodes, actors, cost in (("measured", 1, 16, 1e-3), ("simulated", 2, 96, 2e-3)):
+        for duration, steps in SIZES:
+            for mode in ray_scaling.MODES:
+                for repeat, noise in enumerate((1.0, 0.9, 1.25), 1):
+                    line = made_line(mode, actors, duration, steps, cost, 0.0, noise)
+                    run = line | {"kind": kind, "nodes": nodes, "repeat": repeat, "status": "finished", "rounds": 3}
+                    run["sps"] = actors * steps / run["round_seconds"]
+                    result["runs"].append(run | {"driver_cpu_per_call": 1e-4, "seconds": 1.0})
+        figures = {"rss": 90 * 10**6, "pss": 60 * 10**6, "rss_with_torch": 300 * 10**6, "pss_with_torch": 250 * 10**6}
+        result["memory"].append({"kind": kind, "nodes": nodes, "actors": actors} | figures)
+    result["medians"] = ray_scaling.summarise(result["runs"])
+    return result | {"fits": ray_scaling.fits_of(result["medians"])}
+
+
+def test_tables(result):
+    shown = ray_scaling.tables_of(result)
+    header, rows = shown["ray_scaling"]
+    assert header[:5] == ["", "nodes", "actors", "step, s", "K"] and len(rows) == 2 * len(SIZES)
+    # 16 calls of 1 ms beside a step of 10 ms: 16 / 26 ms in lockstep, 16 / 16 ms double-buffered
+    lockstep, buffered = ["615", "38.5", "38%"], ["1,000", "62.5", "62%"]
+    assert ["measured", "1", "16", "0.01", "1", *lockstep, *buffered, "1.62"] in rows
+    assert rows[-1][:5] == ["simulated", "2", "96", "0.001", "1,000"]
+    _, rows = shown["ray_fit"]
+    assert rows[0] == ["measured", "1", "16", "lockstep", "1,000", "0.0", "0.0%", "10", "90", "60", "300", "250"]
+    assert [row[4] for row in rows] == ["1,000", "1,000", "2,000", "2,000"]
+    header, rows = shown["ray_nodes"]
+    columns = [f"{mode}, K = {steps}" for mode in ray_scaling.MODES for steps in ("1", "10", "100", "1,000")]
+    assert header == ["nodes", "cores", "step, s", "the issue's, measured", *columns] and len(rows) == 20
+    # 96 calls of 1 ms and a step of 0.1 s: 100 / 196 ms modelled, with calls of 2 ms 100 / 292 ms simulated
+    assert rows[1][:5] == ["2", "96", "0.1", "71%", "51% (34%)"]
+    assert rows[-1][:5] == ["32", "1,536", "0.001", "0%", "0.1%"] and "(" not in "".join(rows[-1])
+    # With no parameters there is no model, and no memory but on Linux
+    bare = result | {"fits": [], "memory": []}
+    assert [*ray_scaling.tables_of(bare)] == ["ray_scaling"]
+
+
+def test_the_readmes_tables(result, tmp_path):
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    for part in ray_scaling.CAPTIONS:
+        assert tables.TABLES[part](results) == "No results yet: `python benchmarks/ray_scaling.py` makes them."
+    (results / "ray_scaling_cpu.json").write_text(json.dumps(result, default=str))
+    result["settings"]["quick"] = True
+    (results / "ray_scaling_quick.json").write_text(json.dumps(result | {"started": "3000"}, default=str))
+    text = tables.TABLES["ray_scaling"](results)
+    assert "| measured | 1 | 16 | 0.01 | 1 | 615 | 38.5 | 38% | 1,000 | 62.5 | 62% | 1.62 |" in text
+    assert (
+        "Medians of 3 turns." in text and "Ray 2.60.0." in text and "(benchmarks/results/ray_scaling_cpu.json)" in text
+    )
+    assert "simulated on one machine" in tables.TABLES["ray_nodes"](results)
+    assert "| measured | 1 | 16 | lockstep | 1,000 |" in tables.TABLES["ray_fit"](results)
+
+
+def test_a_result_is_printed_and_drawn(result, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(result, default=str))
+    ray_scaling.main(ray_scaling.Args(result=path, plot=tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    assert "the issue's clusters: as published, and modelled" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        ray_scaling.plot(result | {"medians": []}, tmp_path / "other.png")
+    assert error.value.code == 2 and "--plot: the result has no cell" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"actors": -1}, "--actors -1: must be at least 0"),
+        ({"actors": 0, "nodes": ()}, "--actors 0: must be at least 1 where --nodes has no value"),
+        ({"nodes": (1,)}, "--nodes 1: must be at least 2"),
+        ({"cores_per_node": 0}, "--cores-per-node 0: must be at least 1"),
+        ({"nodes": (10**6,)}, "--nodes 1000000: 48000000 actors need some 5760000 GB of memory"),
+        ({"actors": 10**6}, "--actors 1000000: 1000000 actors need some 120000 GB of memory"),
+        ({"durations": (0.1, 0.0)}, "--durations 0: must be above 0"),
+        ({"durations": ()}, "--durations: must be followed by at least one value"),
+        ({"steps": (1, 0)}, "--steps 0: must be at least 1"),
+        ({"seconds": float("nan")}, "--seconds nan: must be above 0"),
+        ({"repeats": 0}, "--repeats 0: must be at least 1"),
+        ({"durations": (5.0,)}, "--limit-seconds 2: every call of --durations and --steps takes longer"),
+        ({"plot": Path("/no/such/folder/x.png")}, "--plot /no/such/folder/x.png: must be a file in a folder"),
+        ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
+        ({"result": ROOT / "README.md"}, "must be a result file of the kind ray_scaling"),
+    ],
+)
+def test_bad_input(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, find=importlib.util.find_spec: name == "ray" or find(name)
+    )
+    monkeypatch.setattr(ray_scaling, "running_ray", lambda *_: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as error:
+        ray_scaling.main(ray_scaling.Args(**arguments))
+    lines = capsys.readouterr().err
+    assert error.value.code == 2 and message in lines and lines.count("\n") == 1
