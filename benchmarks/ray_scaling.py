@@ -443,7 +443,7 @@ def plot(result: Mapping, output: Path) -> None:
     if not lines:
         fail("--plot: the result has no cell")
     figure = Figure(figsize=(4.4 * (1 + len(clusters)), 5.4), layout="constrained")
-    panels = figure.subplots(1, 1 + len(clusters), sharey=True)
+    panels = figure.subplots(1, 1 + len(clusters), sharex=True, sharey=True)
     cores = list(dict.fromkeys(row["cores"] for row in published_rows()))
     for number, count in enumerate(cores):
         points = [(row["duration"], 100 * row["efficiency"]) for row in published_rows() if row["cores"] == count]

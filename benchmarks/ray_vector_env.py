@@ -11,8 +11,9 @@ A call costs the driver some hundred microseconds, whatever it carries. With one
 (the issue's 96 cores reach 4 % of their steps at 0.001 s a step), so each actor holds a vector environment and takes
 many steps a call, with actions that are given or that a policy function selects in the actor.
 
-`reset`, `step` and `close` are those of gymnasium.vector.SyncVectorEnv, seeds, infos and autoreset included: N
-environments in A actors observe, earn and end just what they would in one process. benchmarks/ray_scaling.py measures
+`reset`, `step` and `close` are those of gymnasium.vector.SyncVectorEnv, seeds and infos included: N environments in A
+actors observe, earn and end just what they would in one process. They reset in the step after an episode's end, as is
+Gymnasium's default. benchmarks/ray_scaling.py measures
 what it costs. It needs Ray (requirements/requirements-ray.txt), which is imported only where it is used.
 """
 
@@ -26,14 +27,14 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 Policy = Callable[[np.ndarray, np.random.Generator], np.ndarray]
@@ -124,70 +125,92 @@ def describe(error: Exception) -> str:
 
 
 # ---- In the actors ----
-class Environments(SyncVectorEnv):
-    """M environments, whose infos are not put together: `infos[i]` are those of environment i, in order.
+def spaces_of(env: gym.Env) -> tuple[gym.Space, gym.Space]:
+    return env.observation_space, env.action_space
 
-    The type of one environment's entry decides on that of all, so that only who knows all may put them together.
-    """
 
-    def _add_info(self, vector_infos: dict, env_info: dict, env_num: int) -> dict:
-        if env_info:
-            vector_infos.setdefault(env_num, []).append(env_info)
-        return vector_infos
+def check_same(spaces: Sequence[tuple[gym.Space, gym.Space]]) -> None:
+    for each in spaces:
+        if each != spaces[0]:
+            raise RuntimeError(f"the environments differ: {spaces[0]} and {each}")
 
 
 class Actor:
-    """M environments in a process of its own."""
+    """M environments in a process of its own, which reset in the step after an episode's end."""
 
-    def start(self, env_fns: Sequence[Callable[[], gym.Env]], autoreset_mode: AutoresetMode) -> tuple:
+    def start(self, env_fns: Sequence[Callable[[], gym.Env]]) -> tuple:
         """Makes the environments; their spaces and metadata. Not in `__init__`, whose errors Ray wraps twice."""
-        self.envs = Environments(env_fns, copy=False, autoreset_mode=autoreset_mode)
-        self.observations: np.ndarray | None = None  # [M, …], those of the last step
-        self.over = np.zeros(self.envs.num_envs, bool)  # which the next step only resets
+        self.envs = [env_fn() for env_fn in env_fns]
+        check_same([spaces_of(env) for env in self.envs])
+        space = self.envs[0].observation_space
+        # Of each environment the last observation, and whether its next step is to reset it
+        self.observations = np.empty((len(self.envs), *(space.shape or ())), space.dtype)
+        self.over = np.zeros(len(self.envs), bool)
         self.policy: Policy | None = None
         self.generator = np.random.default_rng()
-        return self.envs.single_observation_space, self.envs.single_action_space, self.envs.metadata
+        return *spaces_of(self.envs[0]), self.envs[0].metadata
 
-    def reset(self, seeds: Sequence[int | None], options: dict | None) -> tuple[np.ndarray, dict]:
-        mask = None if options is None else options.get("reset_mask")
-        if isinstance(mask, np.ndarray) and not mask.any():  # SyncVectorEnv refuses it, but another actor's may be True
-            return self.observations, {}
+    def reset(
+        self, seeds: Sequence[int | None], mask: np.ndarray, options: dict | None
+    ) -> tuple[np.ndarray, list[dict]]:
+        """Resets the environments in the mask; observations [M, …] and infos of all."""
         if seeds[0] is not None:
             self.generator = np.random.default_rng([seeds[0], 1])  # another stream than that of the environment
-        self.observations, infos = self.envs.reset(seed=list(seeds), options=options)
-        self.over = self.over & ~mask if mask is not None else np.zeros_like(self.over)
+        infos = [{} for _ in self.envs]
+        for i in np.flatnonzero(mask):
+            self.observations[i], infos[i] = self.envs[i].reset(seed=seeds[i], options=options)
+            self.over[i] = False
         return self.observations, infos
 
+    def advance(
+        self,
+        actions: np.ndarray,
+        observations: np.ndarray,
+        rewards: np.ndarray,
+        terminations: np.ndarray,
+        truncations: np.ndarray,
+    ) -> list[dict]:
+        """A step of each environment with actions [M, …]; fills arrays [M, …] and returns the infos."""
+        infos = []
+        for i, env in enumerate(self.envs):
+            if self.over[i]:
+                observations[i], info = env.reset()
+                rewards[i], terminations[i], truncations[i] = 0.0, False, False
+            else:
+                observations[i], rewards[i], terminations[i], truncations[i], info = env.step(actions[i])
+            infos.append(info)
+        np.logical_or(terminations, truncations, out=self.over)
+        return infos
+
     def step(self, actions: np.ndarray) -> tuple:
-        self.observations, rewards, terminations, truncations, infos = self.envs.step(np.array(actions))
-        self.over = terminations | truncations
-        return self.observations, rewards, terminations, truncations, infos
+        count = len(self.envs)
+        arrays = (self.observations, np.empty(count), np.empty(count, bool), np.empty(count, bool))
+        infos = self.advance(np.array(actions), *arrays)
+        return *arrays, infos
 
     def rollout(self, steps: int, actions: np.ndarray | None, policy: Policy | None) -> tuple:
-        """Takes K steps with actions [K, M, …], or with those of the policy; that is sent only if it is a new one.
+        """Takes K steps with actions [K, M, …], or with those of the policy, which is sent only if it is a new one.
 
         Returns the fields of a Rollout, but the K + 1 observations in one array and None for actions that were given.
         """
         self.policy = self.policy if policy is None else policy
-        envs, given = self.envs, actions
-        shape = (steps, envs.num_envs)
+        count, is_given, space = len(self.envs), actions is not None, self.envs[0].action_space
+        actions = np.array(actions) if is_given else np.empty((steps, count, *space.shape), space.dtype)
         observations = np.empty((steps + 1, *self.observations.shape), self.observations.dtype)
-        actions = (
-            np.empty((steps, *envs.action_space.shape), envs.action_space.dtype) if given is None else given.copy()
-        )
-        rewards, (terminations, truncations, resets) = np.empty(shape), (np.empty(shape, bool) for _ in range(3))
+        rewards = np.empty((steps, count))
+        terminations, truncations, resets = (np.empty((steps, count), bool) for _ in range(3))
         observations[0] = self.observations
         for t in range(steps):
-            if given is None:
+            if not is_given:
                 actions[t] = self.policy(observations[t], self.generator)
             resets[t] = self.over
-            self.observations, rewards[t], terminations[t], truncations[t], _ = envs.step(actions[t])
-            observations[t + 1] = self.observations
-            self.over = terminations[t] | truncations[t]
-        return observations, actions if given is None else None, rewards, terminations, truncations, resets
+            self.advance(actions[t], observations[t + 1], rewards[t], terminations[t], truncations[t])
+        self.observations[:] = observations[steps]
+        return observations, None if is_given else actions, rewards, terminations, truncations, resets
 
     def close(self) -> None:
-        self.envs.close()
+        for env in self.envs:
+            env.close()
 
 
 # ---- In the driver ----
@@ -223,7 +246,6 @@ class RayVectorEnv(VectorEnv):
         env_fns: Sequence[Callable[[], gym.Env]],
         num_actors: int | None = None,
         num_cpus: float = 1,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         start_timeout: float = 600.0,
     ):
         """Starts the actors in the Ray that is running.
@@ -240,7 +262,7 @@ class RayVectorEnv(VectorEnv):
             raise ValueError(f"num_actors={count}: must be from 1 to the number of environments, {len(env_fns)}")
         if not ray.is_initialized():
             raise RuntimeError("Ray is not running: call ray.init() first, or use running_ray()")
-        self.num_envs, self.autoreset_mode = len(env_fns), AutoresetMode(autoreset_mode)
+        self.num_envs = len(env_fns)
         ends = [self.num_envs * number // count for number in range(count + 1)]
         self.rows = [slice(*pair) for pair in pairwise(ends)]
         self._pending: deque[tuple[list, np.ndarray | None]] = deque()
@@ -250,20 +272,19 @@ class RayVectorEnv(VectorEnv):
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         self.actors = [ray.remote(num_cpus=num_cpus)(Actor).remote() for _ in self.rows]
         try:
-            calls = [a.start.remote(env_fns[own], self.autoreset_mode) for a, own in zip(self.actors, self.rows)]
+            calls = [a.start.remote(env_fns[own]) for a, own in zip(self.actors, self.rows)]
             late = ray.wait(calls, num_returns=count, timeout=start_timeout)[1]
             if late:
                 cores = ray.cluster_resources().get("CPU", 0)
                 reason = f"each asks for {num_cpus:g} of the {cores:g} cores that Ray has"
                 raise TimeoutError(f"{len(late)} of {count} actors have not started in {start_timeout:g} s; {reason}")
             spaces = self._get(calls)
-            self.single_observation_space, self.single_action_space, self.metadata = spaces[0]
-            for observation_space, action_space, _ in spaces:
-                if (observation_space, action_space) != spaces[0][:2]:
-                    raise RuntimeError(f"the environments differ: {(observation_space, action_space)}, {spaces[0][:2]}")
+            check_same([each[:2] for each in spaces])
             for space in spaces[0][:2]:
                 if not isinstance(space, ARRAY_SPACES):
                     raise TypeError(f"{space}: must be of {', '.join(kind.__name__ for kind in ARRAY_SPACES)}")
+            self.single_observation_space, self.single_action_space, metadata = spaces[0]
+            self.metadata = metadata | {"autoreset_mode": AutoresetMode.NEXT_STEP}
         except BaseException:
             self.close(timeout=0)
             raise
@@ -282,15 +303,16 @@ class RayVectorEnv(VectorEnv):
             seed = [None if seed is None else int(seed) + i for i in range(self.num_envs)]
         if len(seed) != self.num_envs:
             raise ValueError(f"seed: {len(seed)} values for {self.num_envs} environments")
-        mask = None if options is None else options.get("reset_mask")
-        if mask is not None:
+        options = None if options is None else dict(options)
+        mask = (
+            np.ones(self.num_envs, bool) if options is None else options.pop("reset_mask", np.ones(self.num_envs, bool))
+        )
+        if np.shape(mask) != (self.num_envs,) or not np.any(mask):
+            raise ValueError(f"options['reset_mask']: must have shape ({self.num_envs},) and a True")
+        if not np.all(mask):
             self._check_reset()
-            if np.shape(mask) != (self.num_envs,) or not np.any(mask):
-                raise ValueError(f"options['reset_mask']: must have shape ({self.num_envs},) and a True")
-        calls = []
-        for actor, own in zip(self.actors, self.rows):
-            part = options if mask is None else options | {"reset_mask": np.asarray(mask, bool)[own]}
-            calls.append(actor.reset.remote(seed[own], part))
+        mask = np.asarray(mask, bool)
+        calls = [actor.reset.remote(seed[own], mask[own], options) for actor, own in zip(self.actors, self.rows)]
         observations, infos = zip(*self._get(calls))
         self._is_reset = True
         return np.concatenate(observations), self._merge(infos)
@@ -353,13 +375,11 @@ class RayVectorEnv(VectorEnv):
         """Starts a rollout and returns; `receive` returns it. Rollouts that are under way follow one another.
 
         policy: a function, of which each actor gets a copy when it is another than the last one (new weights make a
-        new function: functools.partial(act, weights)); or actions [K, N, …]. steps: K, for a policy. Raises ValueError,
-        and RuntimeError unless environments reset in the step after an episode's end, as is Gymnasium's default.
+        new function: functools.partial(act, weights)); or actions [K, N, …]. steps: K, for a policy. Raises TypeError
+        or ValueError for actions that the space can't hold.
         """
         self._check_open("send")
         self._check_reset()
-        if self.autoreset_mode != AutoresetMode.NEXT_STEP:
-            raise RuntimeError(f"rollouts need the autoreset mode NEXT_STEP, not {self.autoreset_mode.name}")
         actions = None
         if not callable(policy):
             actions = self._cast(policy)
@@ -401,13 +421,11 @@ class RayVectorEnv(VectorEnv):
         return Rollout(joined(0), actions, *(joined(index) for index in range(2, 6)), last)
 
     # -- Actors --
-    def _merge(self, parts: Sequence[dict[int, list[dict]]]) -> dict:
+    def _merge(self, parts: Sequence[Sequence[dict]]) -> dict:
         """The infos of all environments, as Gymnasium's vector environments have them."""
         merged = {}
-        for own, part in zip(self.rows, parts):
-            for index, infos in part.items():
-                for info in infos:
-                    merged = self._add_info(merged, info, own.start + index)
+        for index, info in enumerate(chain(*parts)):
+            merged = self._add_info(merged, info, index)
         return merged
 
     def _cast(self, actions: np.ndarray) -> np.ndarray:

@@ -220,23 +220,6 @@ def test_rollouts_of_a_policy(cartpoles):
     assert not np.array_equal(noise[0][:, 0], noise[0][:, 2])
 
 
-def test_the_other_way_to_reset(ray, made):
-    """In the same step, in which infos have the last observation; rollouts would have no place for it."""
-    envs, expected = (
-        kind(CARTPOLES[:3], autoreset_mode="SameStep") for kind in (partial(made, num_actors=1), SyncVectorEnv)
-    )
-    assert_same(envs.reset(seed=3), expected.reset(seed=3))
-    for _ in range(12):
-        found, wanted = (each.step(np.ones(3, int)) for each in (envs, expected))
-        for ours, theirs in zip(found[:4], wanted[:4]):
-            np.testing.assert_array_equal(ours, theirs)
-        assert {*found[4]} == {*wanted[4]}
-        for ours, theirs in zip(found[4].get("final_obs", ()), wanted[4].get("final_obs", ())):
-            np.testing.assert_array_equal(ours, theirs)
-    with pytest.raises(RuntimeError, match="NEXT_STEP, not SAME_STEP"):
-        envs.rollout(lean, 3)
-
-
 def test_a_policy_is_sent_once_and_replaced_in_order(ray, cartpoles, monkeypatch):
     sent, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: sent.append(value) or put(value))
@@ -330,6 +313,8 @@ def test_errors_of_environments_and_actors(ray, made):
         made([make("environments:DictObservationDiscrete-v0")])
     with pytest.raises(RuntimeError, match="the environments differ"):
         made([make("CartPole-v1"), make("Pendulum-v1")])
+    with pytest.raises(RuntimeError, match=r"^actor 0 \(environments 0 to 1\): RuntimeError: the environments differ"):
+        made([make("CartPole-v1"), make("Pendulum-v1")], 1)
     envs = made(CARTPOLES[:3])
     envs.reset()
     os.kill(pids_of(ray, envs)[2], signal.SIGKILL)
