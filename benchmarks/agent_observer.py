@@ -546,7 +546,8 @@ def work(world: World, shared: object, rank: int, control: Connection) -> None:
     # Ray's process ends what it has started and removes its files
     signal.signal(signal.SIGTERM, (lambda *_: sys.exit()) if is_ray else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no more than the coordinator's one line
+    for stream in (1, 2) if is_ray else (2,):  # no more than the coordinator's one line
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     threading.Thread(target=exit_with_parent, args=(PATIENCE if is_ray else 0,), daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(rank)
@@ -560,6 +561,8 @@ def work(world: World, shared: object, rank: int, control: Connection) -> None:
             steps, cpu = control.recv(), time.process_time()
             measured = worker.episode(steps)
             control.send((measured, time.process_time() - cpu))
+    except RunFailed as error:
+        control.send(error)
     except Exception as error:
         control.send(RunFailed(f"{type(error).__name__}: {error}".splitlines()[0]))
 

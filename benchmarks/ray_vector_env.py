@@ -24,6 +24,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,22 @@ def import_ray():
     return ray
 
 
+def kill_processes(variable: str, timeout: float = 10.0) -> None:
+    """On Linux, kills the processes that were started with NAME=VALUE in their environment, until there are none.
+
+    Those that Ray was starting when it was ended don't notice that it has.
+    """
+    found, end = [None], time.monotonic() + timeout
+    while found and time.monotonic() < end:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if variable.encode() in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+                    os.kill(found[-1], signal.SIGKILL)
+        time.sleep(0.01 * bool(found))
+
+
 @contextlib.contextmanager
 def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterator[None]:
     """Ray on this machine alone while the context lasts; then nothing of it is left.
@@ -95,9 +112,12 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
             signal.signal(signal.SIGTERM, old_handler)  # Ray has put its own, which ends with status 1, in its place
             yield
         finally:
-            ray.shutdown()
-            if cluster is not None:
-                cluster.shutdown()
+            try:
+                ray.shutdown()
+                if cluster is not None:
+                    cluster.shutdown()
+            finally:
+                kill_processes(f"RAY_TMPDIR={own}")
             signal.signal(signal.SIGTERM, old_handler)
             for name, value in old.items():
                 os.environ.pop(name, None)

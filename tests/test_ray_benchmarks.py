@@ -427,7 +427,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
 
 @needs_ray
 def test_agent_and_observers_in_ray(program, tmp_path):
-    """Both kinds of requests; then the program is killed, and all that it has started ends."""
+    """Both kinds of requests; then the agent is killed."""
     flags = ("--transport", "ray", "--world-size", 4, "--batch", "True,False", "--episodes", 2, "--episode-steps", 10)
     run = program("agent_observer", *flags, "--repeats", 2, "--output-file-path", tmp_path / "report.json")
 
@@ -435,10 +435,12 @@ def test_agent_and_observers_in_ray(program, tmp_path):
         return json.loads((tmp_path / "report.json").read_text())
 
     wait_until(lambda: (tmp_path / "report.json").exists() and len(report()["runs"]) == 2, 90)
-    run.process.kill()
-    wait_until(lambda: not run.left(), 30)
-    assert sorted(os.listdir("/dev/shm")) == run.shared_memory and not os.listdir(run.temporary)
-    assert [line["batch"] for line in report()["benchmark_results"]] == [True, False] and report()["versions"]["ray"]
+    (agent,) = wait_until(lambda: [pid for pid in run.left() if title(pid).startswith("ray::RayAgent")], 30)
+    os.kill(agent, signal.SIGKILL)
+    status, err = run.end()
+    assert (status, err) == (1, "error: ray, batch True, run 2: Ray: agent: its process has ended\n")
+    assert len(report()["runs"]) == 2 and report()["ended"] is None and report()["versions"]["ray"]
+    assert [line["batch"] for line in report()["benchmark_results"]] == [True, False]
     for line, size in zip(report()["benchmark_results"], (2, 1)):
         for name in agent_observer.METRICS:
             values = list(line[name].values())
@@ -446,6 +448,22 @@ def test_agent_and_observers_in_ray(program, tmp_path):
         assert line[agent_observer.METRICS[0]]["p50"] < line[agent_observer.METRICS[2]]["p99"]
         assert line[agent_observer.BATCH_SIZE] == size
         assert all(0 < seconds < 1 for seconds in line[agent_observer.CPU].values())
+
+
+def title(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+@needs_ray
+def test_nothing_outlives_a_killed_coordinator_of_ray(program, tmp_path):
+    run = program(
+        "agent_observer", "--transport", "ray", "--world-size", 3, "--output-file-path", tmp_path / "report.json"
+    )
+    wait_until(lambda: any("raylet/raylet" in title(pid) for pid in run.left()), 60)
+    run.process.kill()
+    assert run.end()[0] == -signal.SIGKILL
 
 
 # ---- The agent in Ray, without Ray ----
