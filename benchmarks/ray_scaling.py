@@ -5,10 +5,10 @@
     python benchmarks/ray_scaling.py --nodes --durations 0.001 --steps 1 10 100 1000
     python benchmarks/ray_scaling.py --result RESULT.json --plot ray.png     draws what was measured before
 
-As in the issue, a step of an environment sleeps for a given duration and nothing learns, and each core has one
-environment: here an actor of benchmarks/ray_vector_env.py. Efficiency is SPS (steps/s of all actors) × duration /
-actors. Asleep, an actor needs no core, so that one machine can hold the actors of many cores; what it can't do is wake
-them all at once. Every figure says how it came about:
+As in the issue, a step of an environment sleeps for a given duration (on average: what a sleep lasts too long, the next
+are shorter) and nothing learns, and each core has one environment: here an actor of benchmarks/ray_vector_env.py.
+Efficiency is SPS (steps/s of all actors) × duration / actors. Asleep, an actor needs no core, so that one machine can
+hold the actors of many cores; what it can't do is wake them all at once. Every figure says how it came about:
 
 measured    actors on this machine, in one Ray node
 simulated   the same on several Ray nodes, all on this machine (ray.cluster_utils.Cluster): its few cores and no
@@ -21,10 +21,10 @@ An actor takes K steps a call. In `lockstep` the driver waits for a call of ever
     lockstep          K · (d + s) + A · c
     double-buffered   max(K · (d + s), A · c)
 
-where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the sleep's overrun, the
-vector environment, the policy). Both are fitted to the cells of each kind of cluster and mode, by least squares of the
-relative error; the RMS of that is given. On one machine the actors' share of a call takes the same cores as the
-driver's, so that c is too large for a cluster rather than too small.
+where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the vector environment,
+the policy). Both are fitted to the cells of each kind of cluster and mode, by least squares of the relative error; the
+RMS of that is given. On one machine the actors' share of a call takes the same cores as the driver's, so that c is too
+large for a cluster rather than too small.
 
 A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times.
 A cell with calls of more than --limit-seconds is left to the model. Memory is what an actor's process has: resident,
@@ -105,13 +105,17 @@ class Args:
 
 # ---- In the actors ----
 class Sleeping(gym.Env):
-    """Sleeps in each step for reset's options["duration"] seconds; its episodes never end."""
+    """Steps last reset's options["duration"] seconds on average, asleep; its episodes never end.
+
+    What a sleep lasts too long, up to a step, the next ones are shorter: when a machine with few cores wakes an actor
+    late is nothing that Ray does, nor what cores of their own would do.
+    """
 
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self, observation_size: int):
         self.observation_space = gym.spaces.Box(-1, 1, (observation_size,), np.float32)
-        self.observation, self.duration = np.zeros(observation_size, np.float32), 0.0
+        self.observation, self.duration, self.late = np.zeros(observation_size, np.float32), 0.0, 0.0
         if sys.platform == "linux":
             import ctypes
 
@@ -120,11 +124,13 @@ class Sleeping(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
-        self.duration = (options or {}).get("duration", self.duration)
+        self.duration, self.late = (options or {}).get("duration", self.duration), 0.0
         return self.observation, {}
 
     def step(self, action: int):
-        time.sleep(self.duration)
+        started = time.perf_counter()
+        time.sleep(self.duration - self.late)
+        self.late = min(self.late + time.perf_counter() - started - self.duration, self.duration)
         return self.observation, 0.0, False, False, {}
 
 

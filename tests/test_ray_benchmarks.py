@@ -629,6 +629,23 @@ def test_what_is_timed(mode, first, monkeypatch):
     assert ray_scaling.measure(envs, 0.01, 1, mode, 0.01)["rounds"] == 3
 
 
+def test_sleeps_make_up_for_late_ones(monkeypatch):
+    """On average a step lasts what it has to, unless it is late by more than one."""
+    now, slept, late = [0.0], [], iter((0.02, 0.0, 0.5, 0.0, 0.0))
+
+    def sleep(seconds):
+        slept.append(round(seconds, 9))
+        now[0] += seconds + next(late)
+
+    monkeypatch.setattr(ray_scaling.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ray_scaling.time, "sleep", sleep)
+    env = ray_scaling.Sleeping(3)
+    assert env.reset(options={"duration": 0.1})[0].shape == (3,)
+    for _ in range(5):
+        env.step(0)
+    assert slept == [0.1, 0.08, 0.1, 0.0, 0.1]
+
+
 PROBE = {"torch": "2.13.0", "threads": 1, "gpu": None}
 
 
