@@ -10,10 +10,10 @@ are shorter) and nothing learns, and each core has one environment: here an acto
 Efficiency is SPS (steps/s of all actors) × duration / actors. Asleep, an actor needs no core, so that one machine can
 hold the actors of many cores; what it can't do is wake them all at once. Every figure says how it came about:
 
-measured    actors on this machine, in one Ray node
-simulated   the same on several Ray nodes, all on this machine (ray.cluster_utils.Cluster): its few cores and no
-            network do the work of all the nodes
-modelled    computed from the model below, for nodes that were not there
+    measured    actors on this machine, in one Ray node
+    simulated   the same on several Ray nodes, all on this machine (ray.cluster_utils.Cluster), whose few cores do the
+                work of all the nodes, without a network
+    modelled    computed from the model below, for nodes that were not there
 
 An actor takes K steps a call. In `lockstep` the driver waits for a call of every actor before it makes the next ones;
 `double-buffered`, each actor has two calls in flight. With A actors and steps of d seconds, a round of A calls takes
