@@ -27,6 +27,7 @@ import compile_inference
 import eager_tips
 import lag_learning
 import memory_learning
+import ray_learner
 import ray_scaling
 import scan
 from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
@@ -378,6 +379,17 @@ def eager_tips_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/eager_tips.py` makes them."
 
 
+def ray_learner_table(results: Path) -> str:
+    """How long the learners of the scripts with actors take for a batch."""
+    parts = []
+    for path, result in newest(results, "ray_learner"):
+        lines = ray_learner.summarise(result["runs"])
+        rows = ray_learner.rows_of(lines)
+        note = f"Medians of {processes(lines)}; × eager is the median of the ratios taken turn by turn."
+        parts.append(f"{markdown(ray_learner.HEADER, rows, 2)}\n\n{note} {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_learner.py` makes them."
+
+
 def scan_table(results: Path, part: str) -> str:
     """What a scan over time gains: one of the parts of scan.py's tables."""
     parts = []
@@ -478,6 +490,7 @@ TABLES = {
     "learning": learning_table,
     "memory": memory_table,
     "lag": lag_table,
+    "ray_learner": ray_learner_table,
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,
