@@ -23,6 +23,7 @@ import fcntl
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import multiprocessing
@@ -632,6 +633,8 @@ def act_discrete(
 class Actor:
     """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
 
+    Raises RuntimeError if the environments can't be made.
+
     A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
     each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
     """
@@ -646,9 +649,13 @@ class Actor:
                 incarnation = time.time_ns()  # Ray restarts with the arguments of the start
         self.args, self.network, self.act = args, build(), act
         self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
-        sequence = np.random.SeedSequence([args.seed, number, incarnation])
+        sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
-        self.envs = make_envs(args, seed, step)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                self.envs = make_envs(args, seed, step)
+        except SystemExit:  # which Ray would answer with another process, and another
+            raise RuntimeError(said.getvalue().strip() or "the environments end the process") from None
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             act(self.network, self.envs.observation, np.random.default_rng())
@@ -659,7 +666,7 @@ class Actor:
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
-        """A fragment made with these weights. Raises FloatingPointError if an environment returns what is no number."""
+        """A fragment made with these weights. Raises FloatingPointError if anything in it is no number."""
         if version != self.version:
             own = (*self.network.parameters(), *self.network.buffers())
             for tensor, value in zip(own, weights, strict=True):
@@ -679,9 +686,9 @@ class Actor:
             self.lengths = (self.lengths + step["valid"]) * goes_on
         fragment |= {name: np.stack([step[name] for step in steps]) for name in steps[0]}
         fragment["observation"] = np.stack(frames)
-        for name in ("observation", "reward"):
+        for whose, name in (("policy", "log_prob"), ("environment", "observation"), ("environment", "reward")):
             if not np.isfinite(fragment[name].sum(dtype=np.float64)):
-                raise FloatingPointError(f"the environment's {name} is not finite")
+                raise FloatingPointError(f"the {whose}'s {name} is not finite")
         self.sequence += 1
         return fragment
 
@@ -695,6 +702,8 @@ def ray_session(args: Args) -> Iterable[None]:
     import ray
 
     host, _, port = (args.ray_address or "").rpartition(":")
+    if "://" in host:
+        fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
     if port.isdecimal():  # where nobody answers, Ray would try for minutes
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
@@ -709,8 +718,9 @@ def ray_session(args: Args) -> Iterable[None]:
     try:
         if is_own:
             ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        fail("ray_address", args.ray_address or "", f"Ray can't start there ({str(error).partition(chr(10))[0]})")
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        flag = "ray_address" if args.ray_address else "num_actors"
+        fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray puts its own in their place
@@ -730,17 +740,19 @@ class Seat:
     actor: object = None
     """Ray's handle; None while nobody holds the seat"""
     calls: list = field(default_factory=list)
-    """calls in flight, in their order: the reference, and whether it is of a fragment"""
+    """calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference"""
     lives: int = 0
     """processes that the learner has asked for"""
     incarnation: int | None = None
-    """the life that answered last"""
+    """the life that answered last; None if none of this process"""
     is_ready: bool = False
     """whether it has answered since it was started, or since it was unavailable"""
     failures: int = 0
     """times that it has failed since it last delivered"""
     heard_at: float = 0.0
+    """when it last answered, or was started"""
     retry_at: float = 0.0
+    """when to go on with it"""
 
 
 class Fleet:
@@ -750,6 +762,9 @@ class Fleet:
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
     hangs or raises is replaced, which costs the fragments of its calls in flight, no more; only if no actor can go on
     does `take` raise ChildProcessError. Without Ray the one actor is called here, and its errors are the run's.
+
+    A fragment is as many versions old as there are updates while its actor makes two. All counts are of this process: a
+    resumed run's begin at 0.
     """
 
     def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
@@ -759,8 +774,10 @@ class Fleet:
         self.lags = []  # of the fragments since the last update
         self.lag_min, self.lag_sum, self.lag_max = math.inf, 0, 0
         self.sequences = {}  # last of each incarnation of an actor
-        self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none is known"
+        self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
+        self.clock = self.heard_at = 0.0  # seconds, of which at most one passes between two looks at the actors
+        self.looked_at = time.monotonic()
 
     def __enter__(self):
         self.started = time.monotonic()
@@ -777,6 +794,7 @@ class Fleet:
 
     def __exit__(self, *_) -> None:
         seconds = time.monotonic() - self.started
+        self.lost += sum(self.orphans.values())
         counts = {"lag_min": self.lag_min if self.delivered else None, "lag_max": self.lag_max}
         counts |= {"lag_mean": round(self.lag_sum / max(self.delivered, 1), 4)}
         counts |= {"fragments_delivered": self.delivered, "fragments_lost": self.lost}
@@ -793,7 +811,7 @@ class Fleet:
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
         if self.version < 0:
-            self.started = self.heard_at = time.monotonic()  # what is compiled has been compiled
+            self.started = time.monotonic()  # what is compiled has been compiled
         self.version, self.consumed, self.lags = self.version + 1, self.delivered, []
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))
@@ -805,7 +823,7 @@ class Fleet:
         """The next fragment, entered in the ledger and in the run's files; waits for it."""
         fragment = self.wait() if self.seats else self.actor.sample(*self.published[0][1:])
         number, incarnation, sequence, version = fragment["stamp"].tolist()
-        if sequence <= self.sequences.get((number, incarnation), -1):
+        if self.is_late(fragment):
             raise RuntimeError(f"fragment {sequence} of actor {number} was delivered twice")
         self.sequences[number, incarnation] = sequence
         self.delivered += 1
@@ -826,73 +844,91 @@ class Fleet:
         """The next fragment, of the actor that has had its turn longest ago; meanwhile, looks after the actors."""
         while True:
             now = time.monotonic()
-            for seat in self.seats:
-                self.tend(seat, now)
+            # This process may have been busy or stopped for long, in which no actor was asked for anything
+            self.clock, self.looked_at = self.clock + min(now - self.looked_at, 1.0), now
+            for seat in list(self.seats):
+                self.tend(seat)
             # Of each actor only the oldest call, as Ray may show a later one as done before it
             waiting = {seat.calls[0][0]: seat for seat in self.seats if seat.calls}
-            references, done = [*waiting, *self.orphans], []
+            references, done = [*self.orphans, *waiting], []  # the first that is done is taken
             if references:
                 done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
             else:
                 time.sleep(0.05)
             if self.run.stop is not None:
                 raise KeyboardInterrupt(self.run.stop[0])
-            if not done and now - self.heard_at > self.args.actor_timeout + PATIENCE:
-                raise ChildProcessError(f"no actor delivers any more; the last cause: {self.cause}")
             for reference in done:
                 seat = waiting.get(reference)
-                is_fragment = seat.calls.pop(0)[1] if seat else self.orphans.pop(reference)
+                _, is_fragment, weights = seat.calls.pop(0) if seat else (None, self.orphans.pop(reference), None)
                 try:
                     answer = self.ray.get(reference)
                 except self.ray.exceptions.RayError as error:
                     self.lost += is_fragment
                     if seat:
-                        self.mend(seat, error)
+                        self.mend(seat, error, weights)
                     continue
                 if seat:
                     self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
-                if is_fragment:
+                if is_fragment and not seat and self.is_late(answer):
+                    self.lost += 1
+                elif is_fragment:
                     return answer
+            if self.clock - self.heard_at > self.args.actor_timeout + PATIENCE:
+                raise ChildProcessError(f"no actor answers any more; the last cause: {self.cause}")
+
+    def is_late(self, fragment: Mapping[str, np.ndarray]) -> bool:
+        """Whether a later fragment of the same life of the actor has been taken already."""
+        number, incarnation, sequence, _ = fragment["stamp"].tolist()
+        return sequence <= self.sequences.get((number, incarnation), -1)
 
     def hear(self, seat: Seat, incarnation: int) -> None:
         """Notes that an actor has answered, in which of its lives."""
         self.restarts += seat.incarnation not in (None, incarnation)
-        seat.incarnation, seat.heard_at = incarnation, time.monotonic()
-        if seat.is_ready:  # so it was a fragment
-            seat.failures, self.heard_at = 0, seat.heard_at
+        seat.incarnation, seat.heard_at, self.heard_at = incarnation, self.clock, self.clock
+        seat.failures = 0 if seat.is_ready else seat.failures  # if it was, this is a fragment
         seat.is_ready = True
         self.seats.remove(seat)
         self.seats.append(seat)
 
-    def tend(self, seat: Seat, now: float) -> None:
+    def tend(self, seat: Seat) -> None:
         """Sees to it that an actor holds the seat, that it is at work, and that it does not hang."""
-        if now < seat.retry_at:
+        limit, silence = self.args.actor_timeout, self.clock - seat.heard_at
+        if self.clock < seat.retry_at:
             return
         if seat.actor is None:
             recipe = (*self.recipe, seat.number, seat.lives, self.run.global_step)
             seat.actor, seat.is_ready, seat.lives = self.remote.remote(*recipe), False, seat.lives + 1
-        is_late = seat.is_ready and seat.calls and now - seat.heard_at > self.args.actor_timeout
+            seat.heard_at = self.clock
+        elif not seat.is_ready and silence > limit + PATIENCE:
+            self.replace(seat, f"does not start: no answer for {limit + PATIENCE} s")
+            return
         # A call that has long been finished may wait for a slow learner
-        if is_late and not self.ray.wait([seat.calls[0][0]], timeout=0)[0]:
-            self.replace(seat, f"hangs: no answer for {self.args.actor_timeout} s")
+        elif seat.is_ready and seat.calls and silence > limit and not self.is_done(seat.calls[0][0]):
+            self.replace(seat, f"hangs: no answer for {limit} s (--actor-timeout)")
             return
         weights, version = self.published[0][1:]
         while len(seat.calls) < (2 if seat.is_ready else 1):
             reference = seat.actor.sample.remote(weights, version) if seat.is_ready else seat.actor.ready.remote()
-            seat.calls.append((reference, seat.is_ready))
+            seat.calls.append((reference, seat.is_ready, weights))
 
-    def mend(self, seat: Seat, error: Exception) -> None:
-        """Does what the error of a call asks for."""
+    def is_done(self, reference) -> bool:
+        return bool(self.ray.wait([reference], timeout=0, fetch_local=False)[0])
+
+    def mend(self, seat: Seat, error: Exception, weights) -> None:
+        """Does what the error of a call that was made with these weights asks for."""
         exceptions = self.ray.exceptions
         if isinstance(error, exceptions.ActorUnavailableError):  # Ray restarts it, or the network is down: ask again
             if seat.is_ready:
-                self.note(seat, "is unavailable, and is asked again")
-            self.orphans |= dict(seat.calls)
-            seat.is_ready, seat.calls, seat.retry_at = False, [], time.monotonic() + 0.1
-        elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew
+                self.note(seat, f"is unavailable, and is asked again: {reason_of(error)}")
+                seat.heard_at = self.clock
+            self.abandon_calls(seat)
+            self.count_failure(seat, seat.is_ready, delay=0.1)
+            seat.is_ready = False
+        elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew, once
             self.note(seat, f"lost a fragment: {reason_of(error)}")
-            anew = [(arrays, self.put(arrays), version) for arrays, _, version in self.published]
+            anew = [(arrays, self.put(arrays) if put is weights else put, v) for arrays, put, v in self.published]
             self.published.extend(anew)
+            self.count_failure(seat, True, delay=0.1)
         else:
             self.replace(seat, f"failed: {reason_of(error)}")
 
@@ -900,9 +936,18 @@ class Fleet:
         """Gives the seat to a new process; calls that the old one still had end with an error and count as lost."""
         self.note(seat, cause)
         self.ray.kill(seat.actor)
-        self.orphans |= dict(seat.calls)
-        seat.actor, seat.calls, seat.failures = None, [], seat.failures + 1
-        seat.retry_at = time.monotonic() + min(0.1 * 2**seat.failures, 5)
+        self.abandon_calls(seat)
+        self.restarts += 1
+        seat.actor = seat.incarnation = None
+        self.count_failure(seat, True, delay=min(0.2 * 2**seat.failures, 5))
+
+    def abandon_calls(self, seat: Seat) -> None:
+        self.orphans |= {reference: is_fragment for reference, is_fragment, _ in seat.calls}
+        seat.calls = []
+
+    def count_failure(self, seat: Seat, counts: bool, delay: float) -> None:
+        """Leaves an actor alone for some seconds; raises ChildProcessError if none has delivered for three failures."""
+        seat.failures, seat.retry_at = seat.failures + counts, self.clock + delay
         if all(other.failures >= 3 for other in self.seats):
             raise ChildProcessError(f"every actor fails time and again; the last cause: {self.cause}")
 
@@ -1076,7 +1121,8 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
     try:
-        if run.device.type == "cpu" and sys.platform == "linux" and steps[1:] and not run.args.resume:
+        is_safe = sys.platform == "linux" and "ray" not in sys.modules  # whose threads a fork would not copy
+        if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
             helper.start()
         before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
@@ -1114,7 +1160,7 @@ class CompiledIMPALAAgent(nn.Module):
 
     def weights(self) -> list[torch.Tensor]:
         """The network's parameters, as actors take them."""
-        return self.module.split(self.network)
+        return self.module.split(self.network.cpu())
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the actions, and the value; [B, ...] -> [B, actions], [B]."""

@@ -6,6 +6,7 @@ number is in LEANRL_TEST_LEARNER.
 
 import os
 import signal
+import sys
 import time
 
 import gymnasium as gym
@@ -19,10 +20,15 @@ class Faulty(gym.Env):
 
     steps = 0
 
-    def __init__(self, fault=None):
+    def __init__(self, fault=None, is_continuous=False):
         self.observation_space, self.action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2)
+        if is_continuous:
+            self.action_space = gym.spaces.Box(np.float32([-1, 0]), np.float32([0, 2]))
         self.fault = fault
-        if fault == "start" and os.environ["LEANRL_TEST_LEARNER"] != str(os.getpid()):
+        if fault in ("start", "exit") and os.environ["LEANRL_TEST_LEARNER"] != str(os.getpid()):
+            if fault == "exit":
+                print("error: --env-id: the emulator is not there", file=sys.stderr)
+                sys.exit(2)
             raise RuntimeError("the emulator\nis not there")
 
     def reset(self, *, seed=None, options=None):
@@ -31,6 +37,7 @@ class Faulty(gym.Env):
         return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
 
     def step(self, action):
+        assert self.action_space.contains(action), action
         self.t += 1
         Faulty.steps += 1
         reward = 1.0
@@ -39,6 +46,8 @@ class Faulty(gym.Env):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "hang":
                 time.sleep(3600)
+            if self.fault == "stop":  # unlike the above, all threads of the process
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self.fault == "raise":
                 raise RuntimeError("the emulator broke down")
             if self.fault == "nan":
@@ -50,8 +59,11 @@ for name, fault in (
     ("Sound", None),
     ("Dying", "die"),
     ("Hanging", "hang"),
+    ("Stopped", "stop"),
     ("Raising", "raise"),
     ("NaN", "nan"),
     ("Unstartable", "start"),
+    ("Exiting", "exit"),
 ):
     gym.register(f"{name}-v0", Faulty, kwargs={"fault": fault})
+gym.register("SoundContinuous-v0", Faulty, kwargs={"is_continuous": True})

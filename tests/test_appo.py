@@ -22,12 +22,12 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 class Played:
     """An agent of `script`, and a prepared batch of what an actor with its weights did in the scripted environments."""
 
-    def __init__(self, script, kind, prepare=True, is_near=True, **changed):
+    def __init__(self, script, kind, prepare=True, device="cpu", **changed):
         self.module = importlib.import_module(script)
         defaults = {"cuda": False, "num_envs": 2, "fragment_length": 24, "batch_fragments": 2, "num_minibatches": 1}
         self.args = self.module.Args(**defaults | {"env_id": f"Counter{kind}-v0"} | changed)
         torch.manual_seed(3)
-        self.agent = getattr(self.module, SCRIPTS[script])(self.args, (3,), KINDS[kind], CPU)
+        self.agent = getattr(self.module, SCRIPTS[script])(self.args, (3,), KINDS[kind], torch.device(device))
         network = self.agent.module.module if "compile" in script else self.agent.network
         self.network = network
         if kind == "Continuous":
@@ -46,14 +46,17 @@ class Played:
             self.collect(0)
 
     def collect(self, version):
+        self.fill(version)
+        self.prepare()
+
+    def fill(self, version):
         self.fragments = []
         for i in range(self.args.batch_fragments):
-            weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
+            weights = [weight.detach().cpu().numpy().copy() for weight in self.agent.weights()]
             self.fragments.append(self.actor.sample(weights, version))
             self.agent.take(i, self.fragments[-1])
         self.agent.scale_rewards()
         self.agent.batch.upload()
-        self.prepare()
 
     @torch.no_grad()
     def prepare(self):
@@ -70,7 +73,7 @@ class Played:
                 self.agent.update(torch.arange(count))
 
     def vector(self):
-        return torch.cat([weight.detach().flatten() for weight in self.agent.weights()])
+        return torch.cat([weight.detach().flatten().cpu() for weight in self.agent.weights()])
 
 
 # ---- The update ----
@@ -200,14 +203,18 @@ def test_eager_and_compiled_updates_agree(kind, changed):
         torch.testing.assert_close(loss, compiled.agent.losses[name], rtol=1e-3, atol=1e-5)
 
 
-@each_script
-def test_minibatches_have_each_row_once_an_epoch(script):
-    sizes = {"num_minibatches": 8, "update_epochs": 3, "total_timesteps": 96, "fragment_length": 24}
-    played = Played(script, "Discrete", prepare=False, **sizes)
-    if "compile" in script:
-        played.prepare()
-        order = played.agent.order.view(3, -1)
-        assert played.agent.order.shape == (24, 12) and not torch.equal(order[0], order[1])
+def test_minibatches_have_each_row_once_an_epoch(launch, monkeypatch):
+    module, seen = importlib.import_module("appo_ray"), []
+    monkeypatch.setattr(module.APPOAgent, "update", lambda agent, chosen: seen.append(chosen))
+    flags = ["--num-envs", 2, "--fragment-length", 24, "--batch-fragments", 2, "--num-minibatches", 8]
+    launch("appo_ray", *flags, "--update-epochs", 3, "--total-timesteps", 96)
+    assert [len(chosen) for chosen in seen[:24]] == [12] * 24
+    sizes = {"num_minibatches": 8, "update_epochs": 3, "fragment_length": 24}
+    played = Played("appo_ray_torchcompile", "Discrete", prepare=False, **sizes)
+    played.prepare()
+    assert played.agent.order.shape == (24, 12)
+    for order in (torch.cat(seen[:24]).view(3, -1), played.agent.order.view(3, -1)):
+        assert not torch.equal(order[0], order[1])
         assert torch.equal(order.sort(1).values, torch.arange(96).expand(3, -1))
 
 
@@ -307,14 +314,47 @@ def test_compiled_once_and_the_same_run(launch, monkeypatch):
     assert seen[0]["stats"]["unique_graphs"] == 2 and "graph_break" not in seen[0] and seen[0] == seen[-1]
     assert compiled.summary["variant"] == "compile" and compiled.summary["warmup_seconds"] > 0
     assert [line["length"] for line in compiled.episodes] == [line["length"] for line in plain.episodes]
+    assert all(line["approx_kl"] < 0.1 for line in compiled.metrics)
     for ours, theirs in zip(compiled.metrics, plain.metrics, strict=True):
         for name in ("policy_loss", "value_loss", "entropy"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-2, abs=2e-3)
 
 
-def test_target_kl_ends_the_epochs(launch):
-    few = launch("appo_ray", *small("--target-kl", 1e-9, "--update-epochs", 5, "--norm-adv"))
-    assert few.summary["updates"] < 5 * few.summary["fragments_consumed"]
+@each_script
+def test_target_kl_ends_the_epochs(launch, script):
+    """After the first, which has two minibatches of the two fragments."""
+    run = launch(script, *small("--target-kl", 1e-12, "--update-epochs", 5))
+    assert run.summary["updates"] == run.summary["fragments_consumed"]
+
+
+@each_script
+def test_images_are_learned_from(script):
+    """What the agent learns from are the stacks that its actor saw, and an update changes every layer."""
+    module = importlib.import_module(script)
+    sizes = {"num_envs": 2, "fragment_length": 6, "batch_fragments": 1, "num_minibatches": 1, "cuda": False}
+    args = module.Args(env_id="Pong-v5", **sizes)
+    agent = getattr(module, SCRIPTS[script])(args, (4, 84, 84), 3, CPU)
+    rng, is_new = np.random.default_rng(0), np.zeros((6, 2), bool)
+    is_new[2, 0] = True
+    images = rng.integers(0, 255, (10, 2, 84, 84), dtype=np.uint8)
+    fragment = {"observation": images, "is_new": is_new, "action": rng.integers(0, 3, (6, 2))}
+    fragment |= {"log_prob": np.full((6, 2), -np.log(3), np.float32), "reward": rng.normal(size=(6, 2))}
+    fragment |= {"terminated": np.zeros((6, 2)), "truncated": np.zeros((6, 2)), "valid": np.ones((6, 2), bool)}
+    agent.take(0, fragment)
+    agent.batch.upload()
+    before = [weight.detach().clone() for weight in agent.weights()]
+    with torch.no_grad():
+        agent.prepare()
+    stacks = agent.rows["observation"].view(6, 2, 4, 84, 84).numpy()
+    np.testing.assert_array_equal(stacks[5, 1], images[5:9, 1])
+    np.testing.assert_array_equal(stacks[3, 0], images[[6, 6, 6, 6], 0])  # what step 2 returned began a game
+    if "compile" in script:
+        agent.order.copy_(torch.arange(12).expand_as(agent.order))
+        with torch.no_grad():
+            agent.update()
+    else:
+        agent.update(torch.arange(12))
+    assert all((weight - old).abs().max() > 0 for weight, old in zip(agent.weights(), before, strict=True))
 
 
 @each_script

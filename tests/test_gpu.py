@@ -364,3 +364,55 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
         plain.choose()
         torch.testing.assert_close(captured.state, plain.state, rtol=1e-3, atol=1e-3)
     assert len(set(resets)) == 3
+
+
+# ---- Actors ----
+ACTORS = [("impala_ray", "Discrete"), ("appo_ray", "Discrete"), ("appo_ray", "Continuous")]
+
+
+@pytest.mark.parametrize("script, kind", ACTORS)
+def test_all_variants_run_with_an_actor(launch, script, kind):
+    """The eager reference, too, and the losses agree: weights, statistics, learning rates reach captured graphs."""
+    flags = ["--cuda", "--total-timesteps", 300, "--num-envs", 3, "--fragment-length", 8, "--seed", 5]
+    flags += ["--num-minibatches", 2] if script == "appo_ray" else []
+    runs = {"reference": launch(script, *flags, env_id=f"Counter{kind}-v0")}
+    for name, more in VARIANTS.items():
+        runs[name] = launch(f"{script}_torchcompile", *flags, *more, env_id=f"Counter{kind}-v0")
+        assert runs[name].summary["variant"] == name and (runs[name].summary["warmup_seconds"] > 0) is (name != "eager")
+    for run in runs.values():
+        assert run.summary["status"] == "finished" and run.summary["device"].startswith("cuda")
+        assert run.summary["updates"] >= 12 and run.summary["fragments_consumed"] == run.summary["fragments_delivered"]
+        assert run.metrics[0].keys() >= {"policy_loss", "value_loss", "entropy", "lag"}
+        if script == "impala_ray":  # what the actor did is what the learner thinks that it did
+            assert all(line["approx_kl"] < 1e-4 for line in run.metrics)
+            for ours, theirs in zip(run.metrics, runs["reference"].metrics, strict=True):
+                assert ours["value_loss"] == pytest.approx(theirs["value_loss"], rel=5e-2, abs=5e-2)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@torch.no_grad()
+def test_captured_updates_of_asynchronous_ppo_are_those_without(compiled):
+    """Over three versions of the weights and of what is normalised by, with a learning rate that changes."""
+    from tensordict.nn import CudaGraphModule
+
+    from test_appo import Played
+
+    plain, captured = (Played("appo_ray_torchcompile", "Continuous", device="cuda", prepare=False) for _ in range(2))
+    prepare, update = (
+        CudaGraphModule(torch.compile(step, fullgraph=True) if compiled else step, warmup=3)
+        for step in (captured.agent.prepare, captured.agent.update)
+    )
+    before = {name: tensor.clone() for name, tensor in captured.agent.state_dict().items()}
+    for step in (prepare, update) * 4:
+        step()
+    captured.agent.load_state_dict(before)
+    for version in range(3):
+        for played, steps in ((plain, (plain.agent.prepare, plain.agent.update)), (captured, (prepare, update))):
+            played.fill(version)
+            steps[0]()
+            played.agent.order.copy_(torch.arange(96, device="cuda").expand_as(played.agent.order))
+            played.agent.optimizer.lr.fill_(1e-3 / (version + 1))
+            for _ in range(3):
+                steps[1]()
+            played.agent.follow_observations()
+        torch.testing.assert_close(captured.vector(), plain.vector(), rtol=1e-3, atol=1e-4)

@@ -406,6 +406,7 @@ def test_compiled_once_and_the_same_run(launch, monkeypatch):
     assert compiled.summary["variant"] == "compile" and compiled.summary["warmup_seconds"] > 0
     assert len(seen) == 1 + compiled.summary["updates"] and compiled.summary["updates"] > 10
     assert [line["length"] for line in compiled.episodes] == [line["length"] for line in eager.episodes]
+    assert all(line["approx_kl"] < 1e-5 for line in compiled.metrics)  # the actor's log-probabilities are the learner's
     for ours, theirs in zip(compiled.metrics, eager.metrics, strict=True):
         for name in ("policy_loss", "value_loss", "entropy"):
             assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-3)
@@ -425,14 +426,24 @@ def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
     assert run.summary["status"] == "failed" and "reward is not finite" in run.error.code
 
 
-def test_resume_goes_on(launch, tmp_path):
-    """With the weights and the optimiser of the checkpoint, in new episodes."""
-    run = launch("impala_ray", *small())
-    module = importlib.import_module("impala_ray")
+@each_script
+def test_resume_goes_on(launch, monkeypatch, script):
+    """With the weights and the optimiser of the checkpoint, in new episodes, with other random numbers."""
+    run = launch(script, *small())
+    module, numbers = importlib.import_module(script), []
+    begin = module.Actor.__init__
+
+    def begin_and_draw(actor, *args, **kwargs):
+        begin(actor, *args, **kwargs)
+        numbers.append(copy.deepcopy(actor.rng).random())
+
+    monkeypatch.setattr(module.Actor, "__init__", begin_and_draw)
+    launch(script, *small())
     config = run.config | {"resume": str(run.folder), "total_timesteps": 400}
     module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
     again = read_run(run.folder.parent)
     assert again.summary["resumed_at"] == [run.summary["global_step"]] and again.summary["global_step"] >= 400
+    assert len(numbers) == len({*numbers}) == 2
 
 
 # ---- Runs with Ray ----
@@ -456,15 +467,35 @@ def cluster():
         cluster.shutdown()
 
 
+@pytest.fixture
+def taken(monkeypatch):
+    """The stamps of all fragments that a run's learner takes, in their order."""
+    stamps = []
+    for name in ("impala_ray", "impala_ray_torchcompile", "appo_ray", "appo_ray_torchcompile"):
+        module = importlib.import_module(name)
+
+        def take(fleet, take=module.Fleet.take):
+            fragment = take(fleet)
+            stamps.append(tuple(fragment["stamp"].tolist()))
+            return fragment
+
+        monkeypatch.setattr(module.Fleet, "take", take)
+    return stamps
+
+
 def fleet_flags(*flags):
     """Two actors, whose fragments of 30 steps are small."""
     return ["--num-actors", 2, "--num-envs", 3, "--fragment-length", 10, "--measure-burnin", 0, *flags]
 
 
-def check_ledger(run):
+def check_ledger(run, taken):
     """What holds in each run with actors, whatever went wrong."""
-    summary = run.summary
-    assert summary["updates"] == summary["fragments_consumed"]
+    summary, last = run.summary, {}
+    for number, incarnation, sequence, _ in taken:
+        last[number, incarnation] = max(sequence, last.get((number, incarnation), -1))
+    assert len({stamp[:3] for stamp in taken}) == len(taken) == summary["fragments_delivered"]
+    gaps = sum(sequence + 1 for sequence in last.values()) - len(taken)
+    assert 0 <= gaps <= summary["fragments_lost"]
     assert 0 <= summary["fragments_delivered"] - summary["fragments_consumed"] <= 1
     assert summary["fragments_lost"] <= 2 * summary["actor_restarts"] + 2 * run.config["num_actors"]
     assert summary["lag_max"] <= 100 and summary["lag_min"] >= 0
@@ -472,9 +503,21 @@ def check_ledger(run):
     return summary
 
 
-def test_actors_of_rays_play(launch, cluster):
-    run = launch("impala_ray", *fleet_flags("--total-timesteps", 3000), env_id="ray_environments:Sound-v0")
-    summary = check_ledger(run)
+@pytest.mark.parametrize(
+    "script, name",
+    [
+        ("impala_ray", "Sound"),
+        ("impala_ray_torchcompile", "Sound"),
+        ("appo_ray", "SoundContinuous"),
+        ("appo_ray_torchcompile", "Sound"),
+        ("appo_ray_torchcompile", "SoundContinuous"),
+    ],
+)
+def test_actors_of_rays_play(launch, cluster, taken, script, name):
+    flags = fleet_flags("--total-timesteps", 3000, *(["--num-minibatches", 3] if "appo" in script else []))
+    run = launch(script, *flags, env_id=f"ray_environments:{name}-v0")
+    summary = check_ledger(run, taken)
+    assert summary["updates"] == summary["fragments_consumed"] * (12 if "appo" in script else 1)
     assert summary["status"] == "finished" and summary["fragments_lost"] == summary["actor_restarts"] == 0
     assert {line["return"] for line in run.episodes} == {10.0} and {line["length"] for line in run.episodes} == {10}
     assert summary["lag_mean"] > 0 and summary["bytes_per_second"] > 0
@@ -483,31 +526,33 @@ def test_actors_of_rays_play(launch, cluster):
 @pytest.mark.parametrize(
     "name, cause",
     [
-        ("Dying", "unavailable"),
+        ("Dying", "is unavailable, and is asked again: "),
         ("Raising", "RuntimeError: the emulator broke down"),
         ("NaN", "FloatingPointError: the environment's reward is not finite"),
         ("Hanging", "hangs: no answer for 2 s"),
+        ("Stopped", "hangs: no answer for 2 s"),
     ],
 )
-def test_training_goes_on_when_actors_fail(launch, cluster, name, cause):
+def test_training_goes_on_when_actors_fail(launch, cluster, taken, name, cause):
     """Each process takes 300 steps before it fails: more than two of them are needed."""
-    flags = fleet_flags("--total-timesteps", 900, "--actor-timeout", 2 if name == "Hanging" else 60)
+    flags = fleet_flags("--total-timesteps", 900, "--actor-timeout", 2 if "hangs" in cause else 60)
     run = launch("impala_ray", *flags, env_id=f"ray_environments:{name}-v0")
-    summary = check_ledger(run)
+    summary = check_ledger(run, taken)
     assert summary["status"] == "finished" and summary["actor_restarts"] >= 1 and summary["fragments_lost"] >= 1
     assert {line["return"] for line in run.episodes} == {10.0}
     lines = [line for line in run.err.splitlines() if "actor" in line]
     assert lines and all(cause in line for line in lines) and len(lines) <= 2 * summary["fragments_lost"]
 
 
-def test_an_environment_that_never_starts_ends_the_run(launch, cluster):
+@pytest.mark.parametrize("name", ["Unstartable", "Exiting"])
+def test_an_environment_that_never_starts_ends_the_run(launch, cluster, name):
     flags = fleet_flags("--total-timesteps", 900, "--num-actors", 1)
-    run = launch("impala_ray", *flags, env_id="ray_environments:Unstartable-v0", raises=SystemExit)
+    run = launch("impala_ray", *flags, env_id=f"ray_environments:{name}-v0", raises=SystemExit)
     assert run.summary["status"] == "failed" and run.summary["global_step"] == 0
     assert run.error.code.startswith("error: every actor fails time and again") and "the emulator" in run.error.code
 
 
-def test_lost_weights_go_out_anew(launch, cluster, monkeypatch):
+def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch):
     """Those of two versions are of a process that is gone, on another node than the actors are."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -538,13 +583,13 @@ def test_lost_weights_go_out_anew(launch, cluster, monkeypatch):
 
     monkeypatch.setattr(module.Fleet, "put", put_and_lose)
     run = launch("impala_ray", *fleet_flags("--total-timesteps", 1500), env_id="ray_environments:Sound-v0")
-    summary = check_ledger(run)
+    summary = check_ledger(run, taken)
     assert summary["status"] == "finished" and summary["fragments_lost"] >= 1
     assert 0 < len(run.err.splitlines()) <= summary["fragments_lost"], run.err
     assert {line["return"] for line in run.episodes} == {10.0}
 
 
-def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster, monkeypatch):
+def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster, taken, monkeypatch):
     """First a node with one of three actors goes, which the other two survive; then theirs, too."""
     module, removed = importlib.import_module("impala_ray"), []
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8), cluster.actors_node]
@@ -566,15 +611,21 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
     monkeypatch.setattr(module.Run, "end_step", end_step_and_remove)
     flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**6, "--actor-timeout", 3)
     run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
-    summary = check_ledger(run)
+    summary = check_ledger(run, taken)
     assert len(removed) == 2 and removed[1] >= 12_000 and summary["status"] == "failed"
-    assert run.error.code.startswith("error: no actor delivers any more; the last cause: actor")
+    assert run.error.code.startswith("error: no actor answers any more; the last cause: actor")
     assert summary["global_step"] == run.metrics[-1]["global_step"] // 100 * 100 + summary["global_step"] % 100
     assert summary["fragments_lost"] <= 2 * 3
 
 
+def processes_of(session):
+    """The processes of a session, by number."""
+    stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    return [int(stat.split()[0]) for stat in stats if stat.rpartition(")")[2].split()[3] == str(session)]
+
+
 def test_nothing_is_left_behind(start, tmp_path):
-    """A run that starts Ray by itself and is stopped: no process of its own lives on, no shared memory."""
+    """A run that starts Ray by itself, and Ctrl-C in its terminal: no process of its own lives on, no shared memory."""
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
     flags = ["--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, "--total-timesteps", 10**7]
     process = start("impala_ray.py", *flags, start_new_session=True)
@@ -582,14 +633,10 @@ def test_nothing_is_left_behind(start, tmp_path):
     while not list(tmp_path.glob("*/metrics.jsonl")) or not next(tmp_path.glob("*/metrics.jsonl")).stat().st_size:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    assert len(processes_of(process.pid)) > 3
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and read_run(tmp_path).summary["status"] == "interrupted", out + err
     time.sleep(1)
-    running = [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/stat")
-        if path.read_text().rpartition(")")[2].split()[3] == str(process.pid)
-    ]
-    assert running == []
+    assert processes_of(process.pid) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} <= before
