@@ -547,7 +547,7 @@ def warm_up_all(
                 print(f"{script} {variant}, {cache}: ", end="", flush=True)
                 record = {"script": script, "variant": variant, "repeat": repeat, "cache": cache}
                 steps = 200 if WORKLOADS[script].learning_starts is not None else 4_096
-                all_flags = [*FLAGS[variant], *lengths(script, 300, steps), *flags]
+                all_flags = [*FLAGS[variant], *lengths(script, 1_024, steps), *flags]
                 record |= run_script(script_of(script, variant), all_flags, min(timeout, left), environment)
                 result["runs"].append(record)
                 write(result, output)

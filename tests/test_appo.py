@@ -362,7 +362,7 @@ def test_resume_goes_on(launch, script):
     """With the statistics of the checkpoint, too: in the network, and those that run on."""
     run = launch(script, *small())
     module = importlib.import_module(script)
-    parts = torch.load(run.folder / "checkpoint.pt", weights_only=True)
+    parts = torch.load(run.folder / "checkpoint.pt", weights_only=True)["parts"]
     assert parts["observation_moments"]["count"] > 300 and parts["return_moments"]["count"] > 250
     agents, make = [], getattr(module, SCRIPTS[script])
     config = run.config | {"resume": str(run.folder), "total_timesteps": 400}
