@@ -27,6 +27,7 @@ import compile_inference
 import eager_tips
 import lag_learning
 import memory_learning
+import ray_faults
 import ray_learner
 import ray_scaling
 import scan
@@ -390,6 +391,21 @@ def ray_learner_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_learner.py` makes them."
 
 
+def ray_faults_table(results: Path) -> str:
+    """What actors that are killed cost."""
+    parts = []
+    for path, result in newest(results, "ray_faults"):
+        settings, ledger = result["settings"], result.get("ledger", {})
+        note = f"One of {settings['num_actors']} actors of `{settings['script']}` on CartPole-v1 is killed every"
+        note += f" {settings['interval']:g} s; medians of {len(result['runs'])} pairs of stretches of"
+        note += f" {settings['interval'] * settings['kills']:g} s. In the whole run {ledger.get('actor_restarts', 0)}"
+        note += f" restarts and {ledger.get('fragments_lost', 0):,} of"
+        note += f" {ledger.get('fragments_lost', 0) + ledger.get('fragments_delivered', 0):,} fragments lost."
+        table = markdown(ray_faults.HEADER, ray_faults.rows_of(result), 0)
+        parts.append(f"{table}\n\n{note} {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_faults.py` makes them."
+
+
 def scan_table(results: Path, part: str) -> str:
     """What a scan over time gains: one of the parts of scan.py's tables."""
     parts = []
@@ -491,6 +507,7 @@ TABLES = {
     "memory": memory_table,
     "lag": lag_table,
     "ray_learner": ray_learner_table,
+    "ray_faults": ray_faults_table,
     "compile_inference": partial(compile_table, kind="compile_inference"),
     "compile_exploration": partial(compile_table, kind="compile_exploration"),
     "eager_tips": eager_tips_table,
