@@ -220,6 +220,10 @@ case $command in
     test)
         install dev
         cd -- "$root"
+        if [[ $# -eq 0 ]]; then  # all of them: a file at a time on each core, of which none then has two threads
+            export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+            set -- --numprocesses=logical --maxprocesses=4 --dist=loadfile
+        fi
         exec "$venv/bin/python" -m pytest "$@"
         ;;
     bench)

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "envpool>=1.2.5,<1.3", "ray>=2.50,<3"]
+#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3"]
 # ///
 """IMPALA for discrete actions: many actors, one learner, V-trace (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561).
 
@@ -30,6 +30,7 @@ import platform
 import random
 import re
 import resource
+import secrets
 import shutil
 import signal
 import socket
@@ -690,6 +691,11 @@ def ray_session(args: Args) -> Iterable[None]:
     if not args.num_actors:
         yield
         return
+    if (
+        not args.ray_address and "ray" not in sys.modules
+    ):  # its ports ask for a secret; else that would be left in ~/.ray
+        defaults = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ.update(defaults | os.environ)
     import ray
 
     host, _, port = (args.ray_address or "").rpartition(":")
