@@ -473,11 +473,11 @@ def play_in_ray(world: World, control: Connection) -> None:
             try:
                 return ray.get(calls)
             except ray.exceptions.RayError as error:
-                number, cause = failure(calls, error)
+                number, cause, found = failure(calls, error)
                 # That somebody has ended is raised in an observer's call only if it is the agent
                 errors = ray.exceptions
                 is_agent = isinstance(error, errors.RayTaskError) and isinstance(cause, errors.RayActorError)
-                raise RunFailed(f"{'agent' if is_agent else names[number]}: {describe(cause)}") from None
+                raise RunFailed(f"{'agent' if is_agent else names[number]}: {describe(cause)}") from found
 
         names = [f"observer {row + 1}" for row in range(world.observers)]
         get([actor.__ray_ready__.remote() for actor in (agent, *observers)], ["agent", *names])

@@ -13,8 +13,8 @@ many steps a call, with actions that are given or that a policy function selects
 
 `reset`, `step` and `close` are those of gymnasium.vector.SyncVectorEnv, seeds and infos included: N environments in A
 actors observe, earn and end just what they would in one process. They reset in the step after an episode's end, as is
-Gymnasium's default. benchmarks/ray_scaling.py measures
-what it costs. It needs Ray (requirements/requirements-ray.txt), which is imported only where it is used.
+Gymnasium's default. benchmarks/ray_scaling.py measures what it costs. It needs Ray
+(requirements/requirements-ray.txt), which is imported only where it is used.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -42,6 +43,7 @@ Policy = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 """observations [M, …] and the actor's own generator → actions [M, …]"""
 
 ARRAY_SPACES = (Box, Discrete, MultiDiscrete, MultiBinary)  # whose batches are one array
+START_PATIENCE = 10.0  # seconds after which more actors than Ray has cores for can't be expected to start
 OBJECT_STORE = 256 * 2**20  # bytes of shared memory that Ray may use; Ray's own default is 30 % of the machine's
 
 
@@ -124,22 +126,26 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
                 os.environ.update({} if value is None else {name: value})
 
 
-def failure(calls: Sequence, error: Exception) -> tuple[int, Exception]:
-    """Of calls for which ray.get raised `error`: the number of the first that has failed, and what was raised there."""
-    ray = import_ray()
+def failure(calls: Sequence, error: Exception) -> tuple[int, Exception, Exception]:
+    """Of calls for which Ray has raised `error`: the number of the first that has failed, what was raised there, and
+    Ray's error about that, which has the actor's traceback."""
+    import ray
+
     for number, call in enumerate(calls):
         try:
             ray.get(call, timeout=0)
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayError as found:
-            return number, getattr(found, "cause", None) or found
-    return 0, error
+            return number, getattr(found, "cause", None) or found, found
+    return 0, error, error
 
 
 def describe(error: Exception) -> str:
     """An error in a line."""
-    if isinstance(error, import_ray().exceptions.RayActorError):
+    import ray
+
+    if isinstance(error, ray.exceptions.RayActorError):
         return "its process has ended"
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -165,8 +171,9 @@ class Actor:
         space = self.envs[0].observation_space
         # Of each environment the last observation, and whether its next step is to reset it
         self.observations = np.empty((len(self.envs), *(space.shape or ())), space.dtype)
-        self.over = np.zeros(len(self.envs), bool)
+        self.over = [False] * len(self.envs)
         self.policy: Policy | None = None
+        self.steps = 0
         self.generator = np.random.default_rng()
         return *spaces_of(self.envs[0]), self.envs[0].metadata
 
@@ -189,44 +196,56 @@ class Actor:
         rewards: np.ndarray,
         terminations: np.ndarray,
         truncations: np.ndarray,
-    ) -> list[dict]:
-        """A step of each environment with actions [M, …]; fills arrays [M, …] and returns the infos."""
-        infos = []
+        infos: list[dict] | None = None,
+    ) -> None:
+        """A step of each environment with actions [M, …]; fills arrays [M, …], and a list of infos if there is one."""
+        over = self.over
         for i, env in enumerate(self.envs):
-            if self.over[i]:
+            if over[i]:
                 observations[i], info = env.reset()
-                rewards[i], terminations[i], truncations[i] = 0.0, False, False
+                rewards[i], terminations[i], truncations[i], over[i] = 0.0, False, False, False
             else:
-                observations[i], rewards[i], terminations[i], truncations[i], info = env.step(actions[i])
-            infos.append(info)
-        np.logical_or(terminations, truncations, out=self.over)
-        return infos
+                observations[i], rewards[i], terminated, truncated, info = env.step(actions[i])
+                terminations[i], truncations[i], over[i] = terminated, truncated, bool(terminated or truncated)
+            if infos is not None:
+                infos.append(info)
 
     def step(self, actions: np.ndarray) -> tuple:
-        count = len(self.envs)
+        count, infos = len(self.envs), []
         arrays = (self.observations, np.empty(count), np.empty(count, bool), np.empty(count, bool))
-        infos = self.advance(np.array(actions), *arrays)
+        self.advance(np.array(actions), *arrays, infos)
         return *arrays, infos
 
-    def rollout(self, steps: int, actions: np.ndarray | None, policy: Policy | None) -> tuple:
-        """Takes K steps with actions [K, M, …], or with those of the policy, which is sent only if it is a new one.
+    def rollout(
+        self, steps: int | None = None, actions: np.ndarray | None = None, policy: Policy | None = None
+    ) -> tuple:
+        """Takes steps with actions [K, M, …], or K steps with those of the policy: each that of the last call if None.
 
-        Returns the fields of a Rollout, but the K + 1 observations in one array and None for actions that were given.
+        Returns the K + 1 observations, the actions or None for those that were given, the rewards, and in one array
+        [3, K, M] terminations, truncations and resets.
         """
-        self.policy = self.policy if policy is None else policy
         count, is_given, space = len(self.envs), actions is not None, self.envs[0].action_space
-        actions = np.array(actions) if is_given else np.empty((steps, count, *space.shape), space.dtype)
+        if is_given:
+            actions, steps = np.array(actions), len(actions)
+        else:
+            self.policy = policy = self.policy if policy is None else policy
+            self.steps = steps = self.steps if steps is None else steps
+            actions = np.empty((steps, count, *space.shape), space.dtype)
         observations = np.empty((steps + 1, *self.observations.shape), self.observations.dtype)
-        rewards = np.empty((steps, count))
-        terminations, truncations, resets = (np.empty((steps, count), bool) for _ in range(3))
-        observations[0] = self.observations
+        rewards, flags = np.empty((steps, count)), np.empty((3, steps, count), bool)
+        terminations, truncations, resets = flags
+        observations[0], resets[0] = self.observations, self.over
         for t in range(steps):
+            own = actions[t]
             if not is_given:
-                actions[t] = self.policy(observations[t], self.generator)
-            resets[t] = self.over
-            self.advance(actions[t], observations[t + 1], rewards[t], terminations[t], truncations[t])
+                selected = np.asarray(policy(observations[t], self.generator))
+                if selected.shape != own.shape:
+                    raise ValueError(f"the policy's actions have shape {selected.shape}: must have {own.shape}")
+                np.copyto(own, selected, casting="same_kind")
+            self.advance(own, observations[t + 1], rewards[t], terminations[t], truncations[t])
+        np.logical_or(terminations[:-1], truncations[:-1], out=resets[1:])
         self.observations[:] = observations[steps]
-        return observations, None if is_given else actions, rewards, terminations, truncations, resets
+        return observations, None if is_given else actions, rewards, flags
 
     def close(self) -> None:
         for env in self.envs:
@@ -258,7 +277,13 @@ class RayVectorEnv(VectorEnv):
     """N environments in A Ray actors, in order: the first N / A of them (rounded) in the first actor, and so on.
 
     Like AsyncVectorEnv it has an order of calls: while rollouts are under way (`send`), only `receive` and `close` may
-    be called. If an environment or an actor fails, all actors are ended, and a RuntimeError says which.
+    be called. If an environment or an actor fails, all actors are ended, and a RuntimeError says which; its cause is
+    Ray's error, with the actor's traceback. Of Gymnasium's interface `render`, `call`, `get_attr`, `set_attr` and
+    `np_random` are missing: the environments are not here.
+
+    The actors report no task events, which would cost both sides of each call: Ray's dashboard and timeline don't show
+    the calls. What an actor returns comes in Ray's reply if it is small (100 kB, Ray's max_direct_call_object_size),
+    else it lies in shared memory until it is copied.
     """
 
     def __init__(
@@ -266,17 +291,20 @@ class RayVectorEnv(VectorEnv):
         env_fns: Sequence[Callable[[], gym.Env]],
         num_actors: int | None = None,
         num_cpus: float = 1,
-        start_timeout: float = 600.0,
+        start_timeout: float | None = None,
     ):
         """Starts the actors in the Ray that is running.
 
         num_actors: one for each environment if not given; num_cpus: cores that each actor claims, so that Ray spreads
         them and a cluster that grows by itself grows (0 only where all share a machine on purpose); start_timeout:
-        seconds after which a TimeoutError says how many have not started. Raises TypeError for spaces whose batches
-        are not one array, RuntimeError if Ray is not running, and ValueError.
+        seconds after which a TimeoutError says how many have not started; if not given 600, but 10 for more actors than
+        Ray has cores for: where a cluster is to grow, give the time that this takes. Raises TypeError for spaces whose
+        batches are not one array, RuntimeError if Ray is not running, and ValueError.
         """
         super().__init__()
-        ray, env_fns = import_ray(), list(env_fns)
+        import ray
+
+        env_fns = list(env_fns)
         count = len(env_fns) if num_actors is None else num_actors
         if not 1 <= count <= len(env_fns):
             raise ValueError(f"num_actors={count}: must be from 1 to the number of environments, {len(env_fns)}")
@@ -285,19 +313,18 @@ class RayVectorEnv(VectorEnv):
         self.num_envs = len(env_fns)
         ends = [self.num_envs * number // count for number in range(count + 1)]
         self.rows = [slice(*pair) for pair in pairwise(ends)]
-        self._pending: deque[tuple[list, np.ndarray | None]] = deque()
+        self._pending: deque[tuple[list, int, np.ndarray | None]] = deque()  # calls, steps, actions that were given
         self._policy: Policy | None = None
+        self._steps = 0
         self._is_reset = False
         # The machines of a cluster need not have this file
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        self.actors = [ray.remote(num_cpus=num_cpus)(Actor).remote() for _ in self.rows]
+        remote = ray.remote(num_cpus=num_cpus, enable_task_events=False)(Actor)  # one class for all, sent once
+        self.actors = [remote.remote() for _ in self.rows]
+        self._rollouts = [actor.rollout for actor in self.actors]
         try:
             calls = [a.start.remote(env_fns[own]) for a, own in zip(self.actors, self.rows)]
-            late = ray.wait(calls, num_returns=count, timeout=start_timeout)[1]
-            if late:
-                cores = ray.cluster_resources().get("CPU", 0)
-                reason = f"each asks for {num_cpus:g} of the {cores:g} cores that Ray has"
-                raise TimeoutError(f"{len(late)} of {count} actors have not started in {start_timeout:g} s; {reason}")
+            self._wait_for_start(calls, num_cpus, start_timeout)
             spaces = self._get(calls)
             check_same([each[:2] for each in spaces])
             for space in spaces[0][:2]:
@@ -353,8 +380,12 @@ class RayVectorEnv(VectorEnv):
         return *map(np.concatenate, arrays), self._merge(infos)
 
     def close_extras(self, timeout: float = 5.0) -> None:
-        """Closes the environments of the actors that answer within `timeout` seconds, and ends all actors."""
-        ray = import_ray()
+        """Closes the environments of the actors that answer within `timeout` seconds, and ends all actors.
+
+        They answer once they have made the rollouts that are under way, which are lost.
+        """
+        import ray
+
         self._pending.clear()
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.RayError):
@@ -376,8 +407,10 @@ class RayVectorEnv(VectorEnv):
         """`count` rollouts with up to `in_flight` calls of each actor under way: no actor waits for the driver.
 
         At most `in_flight` rollouts are begun before the first is yielded: what the driver learns from one is in the
-        actions of the one after the next at the earliest. An iterator that is left early ends the rollouts under way,
-        whose steps are lost.
+        actions of the one after the next at the earliest. Each rollout is of all actors, so that with two calls in
+        flight a fast actor is at most one round ahead of the slowest, and then waits for it. An iterator that is left
+        early waits for the rollouts under way, whose steps are lost; one that an error or Ctrl-C ends does not, and
+        `receive` or `close` is left to the caller.
         """
         self._check("rollouts")
         sent = 0
@@ -387,58 +420,72 @@ class RayVectorEnv(VectorEnv):
                     self.send(policy, steps)
                     sent += 1
                 yield self.receive()
-        finally:
+        except GeneratorExit:
             while self._pending and not self.closed:
                 self.receive()
+            raise
 
     def send(self, policy: Policy | np.ndarray, steps: int | None = None) -> None:
         """Starts a rollout and returns; `receive` returns it. Rollouts that are under way follow one another.
 
-        policy: a function, of which each actor gets a copy when it is another than the last one (new weights make a
-        new function: functools.partial(act, weights)); or actions [K, N, …]. steps: K, for a policy. Raises TypeError
-        or ValueError for actions that the space can't hold.
+        policy: a function, of which each actor gets a copy when it is another than the last one. One that is changed in
+        place is not sent again: new weights make a new function, functools.partial(act, weights). Or actions
+        [K, N, …], which are copied. steps: K, for a policy. Raises TypeError or ValueError for actions that the space
+        can't hold; `receive` does for those of the policy.
         """
         self._check_open("send")
         self._check_reset()
         actions = None
         if not callable(policy):
-            actions = self._cast(policy)
+            actions = np.array(self._cast(policy))
             if not len(actions) or actions.shape[1:] != self.action_space.shape or steps not in (None, len(actions)):
                 expected = f"[{'steps' if steps is None else steps}, {', '.join(map(str, self.action_space.shape))}]"
                 raise ValueError(f"actions of shape {list(actions.shape)}: must have {expected}")
+            steps = len(actions)
             calls = [
-                actor.rollout.remote(len(actions), np.ascontiguousarray(actions[:, own]), None)
-                for actor, own in zip(self.actors, self.rows)
+                rollout.remote(None, np.ascontiguousarray(actions[:, own]))
+                for rollout, own in zip(self._rollouts, self.rows)
             ]
         else:
             if steps is None or steps < 1:
                 raise ValueError(f"steps={steps}: must be at least 1")
-            # An actor's calls run in order, so one that has the policy need not get it again
-            new = None if policy is self._policy else import_ray().put(policy)
-            calls = [actor.rollout.remote(steps, None, new) for actor in self.actors]
-            self._policy = policy
-        self._pending.append((calls, actions))
+            # An actor's calls run in order, so one that has the policy and the steps need not get them again, which
+            # would be a part of what a call costs
+            if policy is not self._policy:
+                import ray
+
+                changed = (steps, None, ray.put(policy))
+            else:
+                changed = () if steps == self._steps else (steps,)
+            calls = [rollout.remote(*changed) for rollout in self._rollouts]
+            self._policy, self._steps = policy, steps
+        self._pending.append((calls, steps, actions))
 
     def receive(self) -> Rollout:
-        """The rollout that was sent first; waits for it. Raises NoAsyncCallError if none is under way."""
+        """The rollout that was sent first; waits for it. Raises NoAsyncCallError if none is under way.
+
+        When it is interrupted, the rollout is still under way.
+        """
         self._check_open("receive")
         if not self._pending:
             raise NoAsyncCallError("receive() comes after send()", "receive")
-        calls, given = self._pending.popleft()
-        parts = self._get(calls)
-        steps = len(parts[0][2])
-
-        def joined(index: int, length: int = steps) -> np.ndarray:
-            # What Ray returns lies in its shared memory, read-only, until nobody refers to it
-            first = parts[0][index]
-            array = np.empty((length, self.num_envs, *first.shape[2:]), first.dtype)
-            for own, part in zip(self.rows, parts):
-                array[:, own] = part[index][:length]
-            return array
-
-        actions = given if given is not None else joined(1)
-        last = np.concatenate([part[0][-1] for part in parts])
-        return Rollout(joined(0), actions, *(joined(index) for index in range(2, 6)), last)
+        calls, steps, given = self._pending[0]
+        # What Ray returns is read-only, and may lie in its shared memory until nobody refers to it
+        space, action_space = self.single_observation_space, self.single_action_space
+        observations = np.empty((steps, self.num_envs, *space.shape), space.dtype)
+        last = np.empty(observations.shape[1:], space.dtype)
+        actions = given
+        if given is None:
+            actions = np.empty((steps, self.num_envs, *action_space.shape), action_space.dtype)
+        rewards, flags = np.empty((steps, self.num_envs)), np.empty((3, steps, self.num_envs), bool)
+        for number, part in self._as_completed(calls):
+            own = self.rows[number]
+            observations[:, own], last[own] = part[0][:-1], part[0][-1]
+            if given is None:
+                actions[:, own] = part[1]
+            rewards[:, own], flags[:, :, own] = part[2:]
+        self._pending.popleft()
+        return Rollout(observations, actions, rewards, *flags, last)
 
     # -- Actors --
     def _merge(self, parts: Sequence[Sequence[dict]]) -> dict:
@@ -452,21 +499,52 @@ class RayVectorEnv(VectorEnv):
         """In the space's dtype; raises TypeError rather than cut fractions off."""
         return np.asarray(actions).astype(self.action_space.dtype, casting="same_kind", copy=False)
 
+    def _wait_for_start(self, calls: list, num_cpus: float, start_timeout: float | None) -> None:
+        import ray
+
+        limit = 600.0 if start_timeout is None else start_timeout
+        waited = min(START_PATIENCE, limit)
+        late = ray.wait(calls, num_returns=len(calls), timeout=waited)[1]
+        cores = ray.cluster_resources().get("CPU", 0)
+        if late and waited < limit and (start_timeout or num_cpus * len(calls) <= cores + 1e-9):
+            late, waited = ray.wait(calls, num_returns=len(calls), timeout=limit - waited)[1], limit
+        if not late:
+            return
+        reason = f"each asks for {num_cpus:g} of the {cores:g} cores that Ray has"
+        raise TimeoutError(f"{len(late)} of {len(calls)} actors have not started in {waited:g} s; {reason}")
+
+    def _as_completed(self, calls: list) -> Iterator[tuple[int, tuple]]:
+        """The number of each actor and what it returns, as soon as it does. If one fails, all are ended."""
+        import ray
+
+        numbers, pending = {call: number for number, call in enumerate(calls)}, calls
+        try:
+            while pending:
+                # All that have come, so that what lies on other machines comes from all of them at once
+                ready, pending = ray.wait(pending, num_returns=1, fetch_local=False)
+                if pending:
+                    more, pending = ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
+                    ready += more
+                yield from zip([numbers[call] for call in ready], ray.get(ready))
+        except ray.exceptions.RayError as error:
+            self._fail(calls, error)
+
     def _get(self, calls: list) -> list:
         """What the actors return. If one fails, all are ended."""
-        ray = import_ray()
+        import ray
+
         try:
             return ray.get(calls)
         except ray.exceptions.RayError as error:
-            number, cause = failure(calls, error)
-            self.close(timeout=1)
-            own = self.rows[number]
-            which = (
-                f"environment {own.start}"
-                if own.stop == own.start + 1
-                else f"environments {own.start} to {own.stop - 1}"
-            )
-            raise RuntimeError(f"actor {number} ({which}): {describe(cause)}") from cause
+            self._fail(calls, error)
+
+    def _fail(self, calls: list, error: Exception) -> NoReturn:
+        number, cause, found = failure(calls, error)
+        self.close(timeout=1)
+        own = self.rows[number]
+        one = own.stop == own.start + 1
+        which = f"environment {own.start}" if one else f"environments {own.start} to {own.stop - 1}"
+        raise RuntimeError(f"actor {number} ({which}): {describe(cause)}") from found
 
     def _check_open(self, name: str) -> None:
         if self.closed:

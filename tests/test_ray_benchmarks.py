@@ -28,6 +28,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import agent_observer  # noqa: E402
 import ray_scaling  # noqa: E402
+import ray_vector_env  # noqa: E402
 import speed  # noqa: E402
 import tables  # noqa: E402
 from ray_vector_env import RayVectorEnv, running_ray  # noqa: E402
@@ -190,6 +191,7 @@ def test_rollouts_of_given_actions(task, vector):
         rollout = envs.receive()
         assert_rollout(rollout, expected, rows)
         np.testing.assert_array_equal(rollout.actions, actions[rows])
+        assert not np.shares_memory(rollout.actions, actions)
     np.testing.assert_array_equal(rollout.last_observations, expected["observations"][39])
     # What lies between two rollouts counts for the next one: a step, and which environments are to be reset
     observations, rewards, *_ = envs.step(actions[39])
@@ -237,14 +239,40 @@ def test_a_policy_is_sent_once_and_replaced_in_order(ray, cartpoles, monkeypatch
     sent, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: sent.append(value) or put(value))
     left, right = (partial(lambda action, obs, _: np.full(len(obs), action), action) for action in (0, 1))
-    for policy in (left, left, right):
-        cartpoles.send(policy, 3)
-    assert [cartpoles.receive().actions.mean() for _ in range(3)] == [0, 0, 1] and sent == [left, right]
+    for policy, steps in ((left, 3), (left, 3), (left, 5), (right, 5), (right, 5)):
+        cartpoles.send(policy, steps)
+    cartpoles.send(np.zeros((2, 5), int))  # in between, which the policy's number of steps outlasts
+    cartpoles.send(right, 5)
+    rollouts = [cartpoles.receive().actions for _ in range(7)]
+    assert [actions.mean() for actions in rollouts] == [0, 0, 0, 1, 1, 0, 1] and sent == [left, right]
+    assert [len(actions) for actions in rollouts] == [3, 3, 5, 5, 5, 2, 5]
 
 
 def test_an_iterator_that_is_left_early_leaves_nothing_under_way(cartpoles):
     for _ in cartpoles.rollouts(lean, 4, count=10):
         break
+    assert cartpoles.rollout(lean, 4).rewards.shape == (4, 5)
+
+
+def test_an_interrupt_does_not_wait_and_loses_nothing(ray, cartpoles, monkeypatch):
+    """What Ctrl-C interrupts is still under way, in its order."""
+    expected = [cartpoles.rollout(lean, steps) for steps in (4, 4)]
+    cartpoles.reset(seed=3)
+    waits, wait = [], ray.wait
+
+    def interrupted(*args, **kwargs):
+        waits.append(args)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+        return wait(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(cartpoles.rollouts(lean, 4, count=10))
+    assert len(waits) == 2
+    for rollout in expected:
+        assert_rollout(cartpoles.receive(), vars(rollout))
     assert cartpoles.rollout(lean, 4).rewards.shape == (4, 5)
 
 
@@ -308,6 +336,75 @@ def is_gone(pid):
         return True
 
 
+@pytest.fixture
+def closing(tmp_path):
+    """An environment class that notes where it is closed; a step sleeps for reset's options["duration"]."""
+
+    class Closing(gym.Env):  # not the module's, which the actors would import
+        observation_space, action_space = gym.spaces.Box(0, 1, (1,)), gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            self.duration = (options or {}).get("duration", 0.0)
+            return self.observation_space.low, {}
+
+        def step(self, action):
+            time.sleep(self.duration)
+            return self.observation_space.low, 0.0, False, False, {}
+
+        def close(self):
+            (tmp_path / f"closed by {os.getpid()}").touch()
+
+    return Closing
+
+
+def closed(folder):
+    return {int(path.name.split()[-1]) for path in folder.glob("closed by *")}
+
+
+def idle(observations, generator):
+    return np.zeros(len(observations), np.int64)
+
+
+@pytest.mark.parametrize("rollouts", [0, 2])
+def test_close_closes_the_environments(ray, made, closing, tmp_path, rollouts):
+    envs = made([closing] * 3, 2)
+    pids = pids_of(ray, envs)
+    envs.reset(options={"duration": 0.01})
+    for _ in range(rollouts):
+        envs.send(idle, 5)
+    envs.close()
+    assert closed(tmp_path) == {*pids} and envs.closed
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_close_does_not_wait_for_long_rollouts(ray, made, closing, tmp_path):
+    envs = made([closing] * 2)
+    pids = pids_of(ray, envs)
+    envs.reset(options={"duration": 60.0})
+    for _ in range(2):
+        envs.send(idle, 5)
+    started = time.monotonic()
+    envs.close(timeout=0.3)
+    assert 0.3 <= time.monotonic() - started < 10 and not closed(tmp_path)
+    wait_until(lambda: all(map(is_gone, pids)))
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (np.full(1, 0.7), r"TypeError: Cannot cast"),
+        (np.zeros((1, 1), int), r"ValueError: the policy's actions have shape \(1, 1\): must have \(1,\)"),
+        (0, r"ValueError: the policy's actions have shape \(\): must have \(1,\)"),
+    ],
+)
+def test_actions_of_a_policy_that_do_not_fit(ray, made, closing, actions, message):
+    envs = made([closing])
+    envs.reset()
+    with pytest.raises(RuntimeError, match=message):
+        envs.rollout(lambda observations, generator: actions, 3)
+    assert envs.closed
+
+
 def test_errors_of_environments_and_actors(ray, made):
     """They say where and what, and no actor goes on."""
     counters = [make("environments:CounterDiscrete-v0")] * 2
@@ -316,9 +413,9 @@ def test_errors_of_environments_and_actors(ray, made):
     envs.reset(seed=0)
     with pytest.raises(
         RuntimeError, match=r"^actor 1 \(environments 1 to 2\): RuntimeError: the environment broke down$"
-    ):
+    ) as error:
         envs.rollout(np.zeros((4, 3), int))
-    assert envs.closed
+    assert envs.closed and "in advance" in str(error.value.__cause__)  # the actor's traceback
     wait_until(lambda: all(map(is_gone, pids)))
     with pytest.raises(RuntimeError, match=r"^actor 1 \(environment 1\): NameNotFound: "):
         made([make("CartPole-v1"), make("NoSuchTask-v0")])
@@ -343,6 +440,9 @@ def test_what_cannot_start(ray, monkeypatch):
         TimeoutError, match=r"1 of 1 actors have not started in 0\.2 s; each asks for 99 of the 4 cores"
     ):
         RayVectorEnv(CARTPOLES[:1], num_cpus=99, start_timeout=0.2)
+    monkeypatch.setattr(ray_vector_env, "START_PATIENCE", 0.3)  # beyond which a start_timeout has to ask for more
+    with pytest.raises(TimeoutError, match=r"actors have not started in 0\.3 s; each asks for 3 of the 4 cores"):
+        RayVectorEnv(CARTPOLES[:2], num_cpus=3)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(RuntimeError, match="Ray is not running"):
         RayVectorEnv(CARTPOLES[:2])
