@@ -60,7 +60,7 @@ import torch.distributed.rpc as rpc
 import tyro
 from torch import Tensor, nn
 
-from ray_vector_env import describe, failure, import_ray, running_ray
+from ray_vector_env import describe, failure, running_ray
 from speed import fail, new_result, now, scrub, terminate_like_interrupt
 from tables import COLOURS, load
 
@@ -450,7 +450,9 @@ class RayObserver(Observer):
         torch.set_num_threads(1)
         torch.manual_seed(row + 1)
         super().__init__(world, row)
-        self.request, self.get = agent.request_batch if world.batch else agent.request, import_ray().get
+        import ray
+
+        self.request, self.get = agent.request_batch if world.batch else agent.request, ray.get
 
     def ask(self, state: Tensor) -> int:
         return self.get(self.request.remote(self.row, state.numpy()))
@@ -464,7 +466,8 @@ class RayObserver(Observer):
 def play_in_ray(world: World, control: Connection) -> None:
     """Starts Ray, the agent and the observers; an episode for each number of steps that arrives."""
     with running_ray(world.observers + 1):  # none claims a core, but as many start at once
-        ray = import_ray()
+        import ray
+
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or each actor would import tables.py and all
         agent = ray.remote(num_cpus=0)(RayAgent).remote(world)
         observers = [ray.remote(num_cpus=0)(RayObserver).remote(world, row, agent) for row in range(world.observers)]

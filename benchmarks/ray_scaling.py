@@ -49,7 +49,7 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
-from ray_vector_env import RayVectorEnv, import_ray, running_ray
+from ray_vector_env import RayVectorEnv, running_ray
 from speed import (
     RESULTS,
     check_output,
@@ -174,7 +174,8 @@ def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds:
 
 def memory(envs: RayVectorEnv) -> dict:
     """Median bytes of the actors' processes, and those of one that has imported torch as well."""
-    ray = import_ray()
+    import ray
+
     every = ray.get([actor.__ray_call__.remote(memory_of) for actor in envs.actors])
     figures = {key: int(statistics.median(each[key] for each in every)) for key in ("rss", "pss")}
     if importlib.util.find_spec("torch"):

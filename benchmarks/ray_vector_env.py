@@ -26,8 +26,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -48,60 +49,84 @@ OBJECT_STORE = 256 * 2**20  # bytes of shared memory that Ray may use; Ray's own
 
 
 # ---- Ray on this machine ----
-def import_ray():
-    """Ray, with settings that it reads when it is imported; raises ImportError if it is not installed.
+@cache
+def settings() -> dict[str, str]:
+    """What Ray has to find in the environment: the same whenever this process starts one, as it keeps what it has read.
 
-    Whoever can reach Ray's ports can run code. Unless RAY_AUTH_MODE says otherwise, a secret that only this process and
-    its children know is asked for; Ray itself would write one into the home folder.
+    Whoever can reach Ray's ports can run code, so a secret that only this process and its children know is asked for;
+    Ray itself would write one into the home folder.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     # Of a hundred processes that start on two cores the last takes longer than Ray's minute
-    os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
-    import ray
-    import ray.cluster_utils
+    found["RAY_worker_register_timeout_seconds"] = "600"
+    if "ray" not in sys.modules:  # which reads this when it is imported
+        found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # as there, Ray has the address 127.0.0.1
+    return found
 
-    return ray
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process's environment; then they, and those that Ray has set, are what they were."""
+    old = os.environ.copy()
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name in {*changes, *(name for name in {*os.environ, *old} if name.startswith("RAY_"))}:
+            os.environ.pop(name, None)
+            os.environ.update({name: old[name]} if name in old else {})
 
 
 def kill_processes(variable: str, timeout: float = 10.0) -> None:
-    """On Linux, kills the processes that were started with NAME=VALUE in their environment, until there are none.
+    """On Linux, kills Ray's processes that were started with NAME=VALUE in their environment, until there are none.
 
-    Those that Ray was starting when it was ended don't notice that it has.
+    Those that Ray was starting when it was ended don't notice that it has. What an environment has started is left
+    alone, as it may be shared with others.
     """
+    import ray
+
+    own = ("raylet", "gcs_server", "ray::", str(Path(ray.__file__).parent) + os.sep)
     found, end = [None], time.monotonic() + timeout
     while found and time.monotonic() < end:
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if variable.encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-                    os.kill(found[-1], signal.SIGKILL)
+                    command = path.with_name("cmdline").read_bytes()
+                    if any(part.encode() in command for part in own):
+                        found.append(int(path.parent.name))
+                        os.kill(found[-1], signal.SIGKILL)
         time.sleep(0.01 * bool(found))
 
 
 @contextlib.contextmanager
 def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterator[None]:
-    """Ray on this machine alone while the context lasts; then nothing of it is left.
+    """Ray on this machine alone while the context lasts; then nothing of it is left, in os.environ neither.
 
     cpus: cores that a node claims to have; nodes: more than one are simulated machines, each with a scheduler and a
     shared memory of its own (ray.cluster_utils.Cluster), beside one without cores that has the driver; folder: where
     Ray keeps sockets and logs, in a folder that is removed at the end; the one for temporary files if not given.
+    Raises RuntimeError if this process has a Ray already. RAY_AUTH_MODE and the like count if they are set.
     """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        raise RuntimeError("Ray is running already: call ray.shutdown() first, or do without running_ray()")
     old_handler = signal.getsignal(signal.SIGTERM)
-    old = {name: os.environ.get(name) for name in ("RAY_TMPDIR", "PYTHONPATH")}
-    if "ray" not in sys.modules:  # else it would not see what is set here
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as there, Ray has the address 127.0.0.1
-    ray, cluster = import_ray(), None
-    with tempfile.TemporaryDirectory(prefix="ray", dir=folder, ignore_cleanup_errors=True) as own:
+    changes = {name: value for name, value in settings().items() if name not in os.environ}
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        changes.pop("RAY_AUTH_TOKEN", None)
+    # So that actors find what is beside this file, wherever the program was started
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", dir=folder, ignore_cleanup_errors=True) as own,
+        # RAY_TMPDIR is also for Ray's note of what runs here, which another Ray may have in /tmp
+        environment(changes | {"RAY_TMPDIR": own, "PYTHONPATH": path}),
+    ):
+        import ray
+        import ray.cluster_utils
+
         Path(own, "ray").mkdir()  # Cluster expects it
-        os.environ["RAY_TMPDIR"] = own  # also for Ray's note of what runs here, which another Ray may have in /tmp
-        # So that actors find what is beside this file, wherever the program was started
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [old["PYTHONPATH"]])])
         common = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        quiet, cluster = {"log_to_driver": False, "logging_level": logging.ERROR}, None
         try:
             if nodes == 1:
                 ray.init("local", num_cpus=cpus, num_gpus=0, **common, **quiet)
@@ -121,9 +146,6 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
             finally:
                 kill_processes(f"RAY_TMPDIR={own}")
             signal.signal(signal.SIGTERM, old_handler)
-            for name, value in old.items():
-                os.environ.pop(name, None)
-                os.environ.update({} if value is None else {name: value})
 
 
 def failure(calls: Sequence, error: Exception) -> tuple[int, Exception, Exception]:

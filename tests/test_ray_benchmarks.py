@@ -44,6 +44,7 @@ def ray():
         pytest.skip("needs requirements/requirements-ray.txt")
     os.environ |= AUTH
     before = sorted(os.listdir("/dev/shm"))
+    variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))  # where the actors find environments.py
         with running_ray(cpus=4):
@@ -51,6 +52,7 @@ def ray():
 
             yield ray
     assert not ray.is_initialized() and sorted(os.listdir("/dev/shm")) == before
+    assert {name: value for name, value in os.environ.items() if name.startswith("RAY_")} == variables
 
 
 @pytest.fixture
@@ -443,6 +445,9 @@ def test_what_cannot_start(ray, monkeypatch):
     monkeypatch.setattr(ray_vector_env, "START_PATIENCE", 0.3)  # beyond which a start_timeout has to ask for more
     with pytest.raises(TimeoutError, match=r"actors have not started in 0\.3 s; each asks for 3 of the 4 cores"):
         RayVectorEnv(CARTPOLES[:2], num_cpus=3)
+    with pytest.raises(RuntimeError, match="Ray is running already"), running_ray(cpus=1):
+        pass
+    assert ray.is_initialized()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(RuntimeError, match="Ray is not running"):
         RayVectorEnv(CARTPOLES[:2])
@@ -461,9 +466,12 @@ class Program:
         environment = os.environ | AUTH | {"LEANRL_TEST": self.mark, "TMPDIR": self.temporary}
         self.out = folder / "out"
         command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *map(str, flags)]
-        self.process = subprocess.Popen(
-            command, stdout=self.out.open("w"), stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
-        )
+        pipes = {"stdout": self.out.open("w"), "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, **pipes, env=environment, cwd=folder, start_new_session=True)
+
+    def interrupt(self):
+        """What Ctrl-C does: to all of the terminal's processes, those of Ray included."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def left(self):
         pids = []
@@ -526,7 +534,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
     flags = ("--actors", 1, "--nodes", "--durations", 0.001, "--steps", 1, "--repeats", 100000, "--seconds", 0.01)
     run = program("ray_scaling", *flags, "--output", output)
     wait_until(output.exists, 60)
-    run.process.send_signal(signal.SIGINT)
+    run.interrupt()
     status, err = run.end()
     assert status == 128 + signal.SIGINT and "Traceback" not in err
     result = json.loads(output.read_text())
