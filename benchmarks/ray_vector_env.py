@@ -75,6 +75,17 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
         for name in {*changes, *(name for name in {*os.environ, *old} if name.startswith("RAY_"))}:
             os.environ.pop(name, None)
             os.environ.update({name: old[name]} if name in old else {})
+        reread_environment()
+
+
+def reread_environment() -> None:
+    """Has Ray, if it is imported, find in the environment anew whether and which secret is asked for."""
+    if "ray" in sys.modules:
+        with contextlib.suppress(ImportError, AttributeError):  # these are Ray's own, and may go
+            from ray._raylet import AuthenticationTokenLoader, Config
+
+            Config.initialize("")
+            AuthenticationTokenLoader.instance().reset_cache()
 
 
 def kill_processes(variable: str, timeout: float = 10.0) -> None:
@@ -124,6 +135,7 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
         import ray
         import ray.cluster_utils
 
+        reread_environment()
         Path(own, "ray").mkdir()  # Cluster expects it
         common = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
         quiet, cluster = {"log_to_driver": False, "logging_level": logging.ERROR}, None
@@ -500,8 +512,7 @@ class RayVectorEnv(VectorEnv):
         if given is None:
             actions = np.empty((steps, self.num_envs, *action_space.shape), action_space.dtype)
         rewards, flags = np.empty((steps, self.num_envs)), np.empty((3, steps, self.num_envs), bool)
-        for number, part in self._as_completed(calls):
-            own = self.rows[number]
+        for own, part in zip(self.rows, self._get(calls)):  # at once: a ray.wait costs more than it gains
             observations[:, own], last[own] = part[0][:-1], part[0][-1]
             if given is None:
                 actions[:, own] = part[1]
@@ -534,22 +545,6 @@ class RayVectorEnv(VectorEnv):
             return
         reason = f"each asks for {num_cpus:g} of the {cores:g} cores that Ray has"
         raise TimeoutError(f"{len(late)} of {len(calls)} actors have not started in {waited:g} s; {reason}")
-
-    def _as_completed(self, calls: list) -> Iterator[tuple[int, tuple]]:
-        """The number of each actor and what it returns, as soon as it does. If one fails, all are ended."""
-        import ray
-
-        numbers, pending = {call: number for number, call in enumerate(calls)}, calls
-        try:
-            while pending:
-                # All that have come, so that what lies on other machines comes from all of them at once
-                ready, pending = ray.wait(pending, num_returns=1, fetch_local=False)
-                if pending:
-                    more, pending = ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
-                    ready += more
-                yield from zip([numbers[call] for call in ready], ray.get(ready))
-        except ray.exceptions.RayError as error:
-            self._fail(calls, error)
 
     def _get(self, calls: list) -> list:
         """What the actors return. If one fails, all are ended."""

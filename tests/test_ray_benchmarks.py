@@ -258,22 +258,22 @@ def test_an_iterator_that_is_left_early_leaves_nothing_under_way(cartpoles):
 
 def test_an_interrupt_does_not_wait_and_loses_nothing(ray, cartpoles, monkeypatch):
     """What Ctrl-C interrupts is still under way, in its order."""
-    expected = [cartpoles.rollout(lean, steps) for steps in (4, 4)]
+    expected = [cartpoles.rollout(lean, steps) for steps in (4, 4, 4)]
     cartpoles.reset(seed=3)
-    waits, wait = [], ray.wait
+    gets, get = [], ray.get
 
     def interrupted(*args, **kwargs):
-        waits.append(args)
-        if len(waits) == 2:
+        gets.append(args)
+        if len(gets) == 2:
             raise KeyboardInterrupt
-        return wait(*args, **kwargs)
+        return get(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ray, "wait", interrupted)
+        patch.setattr(ray, "get", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            next(cartpoles.rollouts(lean, 4, count=10))
-    assert len(waits) == 2
-    for rollout in expected:
+            [*cartpoles.rollouts(lean, 4, count=10)]
+    assert len(gets) == 2
+    for rollout in expected[1:]:
         assert_rollout(cartpoles.receive(), vars(rollout))
     assert cartpoles.rollout(lean, 4).rewards.shape == (4, 5)
 
