@@ -5,10 +5,11 @@
     python benchmarks/ray_scaling.py --nodes --durations 0.001 --steps 1 10 100 1000
     python benchmarks/ray_scaling.py --result RESULT.json --plot ray.png     draws what was measured before
 
-As in the issue, a step of an environment sleeps for a given duration (on average: what a sleep lasts too long, the next
-are shorter) and nothing learns, and each core has one environment: here an actor of benchmarks/ray_vector_env.py.
-Efficiency is SPS (steps/s of all actors) × duration / actors. Asleep, an actor needs no core, so that one machine can
-hold the actors of many cores; what it can't do is wake them all at once. Every figure says how it came about:
+As in the issue, a step of an environment sleeps for a given duration and nothing learns, and each core has one
+environment: here an actor of benchmarks/ray_vector_env.py. Efficiency is SPS (steps/s of all actors) × duration /
+actors: what a sleep lasts too long counts against it, and how long the steps lasted is recorded. Asleep, an actor needs
+no core, so that one machine can hold the actors of many cores; what it can't do is wake them all at once. A cell during
+which the machine's cores were more than 90 % busy is marked as saturated. Every figure says how it came about:
 
     measured    actors on this machine, in one Ray node
     simulated   the same on several Ray nodes, all on this machine (ray.cluster_utils.Cluster), whose few cores do the
@@ -70,6 +71,7 @@ from speed import (
 MODES = {"lockstep": 1, "double-buffered": 2}  # calls of each actor in flight
 PUBLISHED = RESULTS / "reference_tianshou_1172.json"
 ACTOR_BYTES = 120e6  # resident, to refuse what can't fit
+SATURATED = 0.9  # of the machine's cores: what a busier cell measures is the machine
 COLOURS = ("#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f", "#000000")
 
 
@@ -105,17 +107,14 @@ class Args:
 
 # ---- In the actors ----
 class Sleeping(gym.Env):
-    """Steps last reset's options["duration"] seconds on average, asleep; its episodes never end.
-
-    What a sleep lasts too long, up to a step, the next ones are shorter: when a machine with few cores wakes an actor
-    late is nothing that Ray does, nor what cores of their own would do.
-    """
+    """Steps sleep for reset's options["duration"] seconds; its episodes never end."""
 
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self, observation_size: int):
         self.observation_space = gym.spaces.Box(-1, 1, (observation_size,), np.float32)
-        self.observation, self.duration, self.late = np.zeros(observation_size, np.float32), 0.0, 0.0
+        self.observation, self.duration = np.zeros(observation_size, np.float32), 0.0
+        self.seconds, self.count = 0.0, 0  # of all steps since the last reset
         if sys.platform == "linux":
             import ctypes
 
@@ -124,18 +123,24 @@ class Sleeping(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
-        self.duration, self.late = (options or {}).get("duration", self.duration), 0.0
+        self.duration = (options or {}).get("duration", self.duration)
+        self.seconds, self.count = 0.0, 0
         return self.observation, {}
 
     def step(self, action: int):
         started = time.perf_counter()
-        time.sleep(self.duration - self.late)
-        self.late = min(self.late + time.perf_counter() - started - self.duration, self.duration)
+        time.sleep(self.duration)
+        self.seconds, self.count = self.seconds + time.perf_counter() - started, self.count + 1
         return self.observation, 0.0, False, False, {}
 
 
 def act(observations: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return np.zeros(len(observations), np.int64)
+
+
+def steps_of(actor: object) -> tuple[float, int]:
+    """Seconds that an actor's steps have lasted since its last reset, and how many they were."""
+    return sum(env.seconds for env in actor.envs), sum(env.count for env in actor.envs)
 
 
 def memory_of(actor: object, modules: Sequence[str] = ()) -> dict[str, int]:
@@ -149,6 +154,14 @@ def memory_of(actor: object, modules: Sequence[str] = ()) -> dict[str, int]:
 
 
 # ---- Measuring ----
+def busy_seconds() -> float:
+    """On Linux, seconds that this machine's cores have worked since it was started, for whomever; else none."""
+    if sys.platform != "linux":
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds: float) -> dict:
     """At least 3 rounds, and `seconds` of them, after one that is not counted.
 
@@ -159,17 +172,26 @@ def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds:
     for _ in range(MODES[mode]):
         envs.send(act, steps)
     envs.receive()
-    started, cpu, rounds = time.perf_counter(), time.process_time(), 0
+    started, cpu, busy, rounds = time.perf_counter(), time.process_time(), busy_seconds(), 0
     while rounds < 3 or time.perf_counter() - started < seconds:
         envs.send(act, steps)
         envs.receive()
         rounds += 1
-    elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
+    elapsed, cpu, busy = time.perf_counter() - started, time.process_time() - cpu, busy_seconds() - busy
     for _ in range(MODES[mode] - 1):
         envs.receive()
     sps = rounds * steps * envs.num_envs / elapsed
     figures = {"rounds": rounds, "seconds": round(elapsed, 4), "round_seconds": elapsed / rounds, "sps": round(sps, 3)}
+    figures["cores_busy"] = round(busy / elapsed / os.cpu_count(), 3)
     return figures | {"driver_cpu_per_call": cpu / rounds / len(envs.actors)}
+
+
+def step_seconds(envs: RayVectorEnv) -> float:
+    """Mean seconds that a step has lasted since the last reset."""
+    import ray
+
+    seconds, counts = zip(*ray.get([actor.__ray_call__.remote(steps_of) for actor in envs.actors]))
+    return sum(seconds) / sum(counts)
 
 
 def memory(envs: RayVectorEnv) -> dict:
@@ -202,11 +224,11 @@ def plan(args: Args) -> list[Cluster]:
     return clusters + [Cluster("simulated", n, n * args.cores_per_node) for n in dict.fromkeys(args.nodes)]
 
 
-def cells_of(args: Args) -> list[tuple[float, int, str]]:
-    """The (duration, steps, mode) that are short enough."""
+def cells_of(args: Args, repeat: int = 1) -> list[tuple[float, int, str]]:
+    """The (duration, steps, mode) that are short enough; each time the other mode comes first."""
     durations, steps = sorted(set(args.durations), reverse=True), sorted(set(args.steps))
     pairs = [(d, k) for d in durations for k in steps if k * d <= args.limit_seconds * (1 + 1e-9)]
-    return [(d, k, mode) for d, k in pairs for mode in MODES]
+    return [(d, k, mode) for d, k in pairs for mode in list(MODES)[:: 1 if repeat % 2 else -1]]
 
 
 def measure_all(args: Args, result: dict, output: Path) -> None:
@@ -220,15 +242,17 @@ def measure_all(args: Args, result: dict, output: Path) -> None:
             print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
             try:
                 for repeat in range(1, args.repeats + 1):
-                    for duration, steps, mode in cells_of(args):
+                    for duration, steps, mode in cells_of(args, repeat):
                         load = round(os.getloadavg()[0], 2)
                         run = cluster.about() | {"duration": duration, "steps": steps, "mode": mode, "repeat": repeat}
                         run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
+                        run["step_seconds"] = step_seconds(envs)
                         result["runs"].append(run | {"status": "finished"})
                         write(result, output)
                         share = run["sps"] * duration / cluster.actors
                         about = f"{repeat} of {args.repeats}: {duration:g} s, K = {steps:,}, {mode}"
-                        print(f"{about}: {show(run['sps'], 0)} steps/s, {share:.1%}", flush=True)
+                        saturated = ", saturated" if run["cores_busy"] > SATURATED else ""
+                        print(f"{about}: {show(run['sps'], 0)} steps/s, {share:.1%}{saturated}", flush=True)
                 if sys.platform == "linux":
                     result["memory"].append(cluster.about() | memory(envs))
                     write(result, output)
@@ -304,7 +328,8 @@ def summarise(runs: Sequence[Mapping]) -> list[dict]:
         line["efficiency"] = line["sps_per_core"] * line["duration"]
         shares = [run["sps"] * line["duration"] / line["actors"] for run in own]
         line |= {"efficiency_min": min(shares), "efficiency_max": max(shares)}
-        line["driver_cpu_per_call"] = statistics.median(run["driver_cpu_per_call"] for run in own)
+        for key in ("driver_cpu_per_call", "step_seconds", "cores_busy"):
+            line[key] = statistics.median(run[key] for run in own)
         lines.append(line)
     return lines
 
@@ -337,22 +362,23 @@ def microseconds(seconds: float) -> str:
 
 
 def scaling_table(result: Mapping) -> Table:
-    """Each cell that was measured: SPS, SPS per core and efficiency, in lockstep and double-buffered."""
+    """Each cell that was measured: how long steps lasted, and SPS, SPS per core and efficiency in each mode."""
     by_cell = {}
     for line in result["medians"]:
         by_cell.setdefault(tuple(line[key] for key in KEYS[:-1]), {})[line["mode"]] = line
-    header = ["", "nodes", "actors", "step, s", "K"]
+    header = ["", "nodes", "actors", "step, s", "K", "steps last, ms"]
     for mode in MODES:
         header += [f"{mode}: SPS", "SPS per core", "efficiency"]
     rows = []
     for (kind, nodes, actors, duration, steps), modes in by_cell.items():
-        rows.append([kind, str(nodes), str(actors), f"{duration:g}", f"{steps:,}"])
+        lasted = statistics.fmean(line["step_seconds"] for line in modes.values())
+        rows.append([kind, str(nodes), str(actors), f"{duration:g}", f"{steps:,}", show(lasted * 1e3)])
         for mode in MODES:
-            line = modes.get(mode)
-            cells = (
-                (show(line["sps"], 0), show(line["sps_per_core"], 1), percent(line["efficiency"])) if line else [""] * 3
-            )
-            rows[-1] += cells
+            if line := modes.get(mode):
+                share = percent(line["efficiency"]) + "†" * (line["cores_busy"] > SATURATED)
+                rows[-1] += [show(line["sps"], 0), show(line["sps_per_core"], 1), share]
+            else:
+                rows[-1] += [""] * 3
     return [*header, "double-buffered / lockstep"], [
         [*row, show(modes["double-buffered"]["sps"] / modes["lockstep"]["sps"]) if len(modes) == 2 else ""]
         for row, modes in zip(rows, by_cell.values())
@@ -422,12 +448,16 @@ TITLES = {
     "ray_nodes": "the issue's clusters: as published, and modelled (in brackets simulated) here",
 }
 CAPTIONS = {
-    "ray_scaling": "Medians of {turns}. SPS: steps/s of all actors; efficiency: SPS × step / actors. Measured: one Ray"
-    " node; simulated: several nodes, all of them on one machine.",
+    "ray_scaling": "Medians of {turns}. SPS: steps/s of all actors; efficiency: SPS × step / actors, with the step that"
+    " was asked for, not the one that it lasted; core: one sleeping actor. Steps sleep, on Linux without the 50 µs of"
+    " timer slack (PR_SET_TIMERSLACK). Measured: one Ray node; simulated: several nodes, all of them on one machine,"
+    " without a network. †: the machine's own cores were more than 90 % busy.",
     "ray_fit": "Fitted to the cells of the table above. A round of a call of each of A actors takes K · (d + s) + A · c"
-    " in lockstep, and max(K · (d + s), A · c) double-buffered. Memory: medians of the actors' processes.",
-    "ray_nodes": "Of the issue as published; all others are modelled with the parameters above, those in brackets"
-    " simulated on one machine.",
+    " in lockstep, and max(K · (d + s), A · c) double-buffered. Errors of the model, relative to what was measured:"
+    " RMS over all cells, over those below 95 % efficiency, and the largest. The driver's CPU: median of what a call"
+    " took of it. Memory: medians of the actors' processes.",
+    "ray_nodes": "Of the issue as published; all others are modelled with the parameters of each mode above, those in"
+    " brackets simulated on one machine: without a network. Core: one sleeping actor.",
 }
 
 
