@@ -281,8 +281,9 @@ def least_squares(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
     return min(found, key=lambda factors: np.square(columns @ factors - target).sum())
 
 
-def fit(lines: Sequence[Mapping], mode: str) -> dict | None:
-    """Cost of a call and overhead of a step, in seconds, and the RMS of the model's relative error; None of few cells.
+def fit(lines: Sequence[Mapping]) -> dict | None:
+    """Cost of a call and overhead of a step, in seconds, of cells of one mode or both, and the model's relative errors:
+    their RMS, that of the cells below 95 % efficiency (None without any), and the largest. None of few cells.
 
     The squares of (model - measured) / measured are the least. Double-buffered a round takes as long as either its
     calls or its steps, so that each cell tells of one of the two: the cells with the most calls for their sleep of the

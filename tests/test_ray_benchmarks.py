@@ -665,13 +665,29 @@ SIZES = [(d, k) for d in (1.0, 0.1, 0.01, 0.001) for k in (1, 10, 100, 1000) if 
 @pytest.mark.parametrize(("cost", "overhead"), [(7e-4, 5e-5), (3e-3, 0.0), (0.0, 2e-4)])
 def test_the_model_finds_its_parameters(mode, cost, overhead):
     lines = [made_line(mode, 16, *size, cost, overhead) for size in SIZES]
-    found = ray_scaling.fit(lines, mode)
+    found = ray_scaling.fit(lines)
     assert found["cost_per_call"] == pytest.approx(cost, rel=1e-6, abs=1e-12)
     assert found["overhead_per_step"] == pytest.approx(overhead, rel=1e-6, abs=1e-12)
-    assert found["rms"] < 1e-9 and found["cells"] == len(SIZES)
+    assert found["rms"] <= found["largest_error"] < 1e-9 and found["cells"] == len(SIZES) and found["mode"] == mode
     noise = np.random.default_rng(0).choice([0.9, 1.1], len(SIZES))
     noisy = [made_line(mode, 16, *size, cost, overhead, factor) for size, factor in zip(SIZES, noise)]
-    assert 0.05 < ray_scaling.fit(noisy, mode)["rms"] < 0.101  # never worse than with the true ones
+    found = ray_scaling.fit(noisy)
+    assert 0.05 < found["rms"] < 0.101  # never worse than with the true ones
+    assert found["rms"] <= found["largest_error"] < 0.3
+
+
+def test_one_fit_of_both_modes():
+    lines = [made_line(mode, 16, *size, 7e-4, 5e-5) for mode in ray_scaling.MODES for size in SIZES]
+    fits = ray_scaling.fits_of(lines)
+    assert [found["mode"] for found in fits] == [*ray_scaling.MODES, "both"]
+    for found in fits:
+        assert found["cost_per_call"] == pytest.approx(7e-4) and found["overhead_per_step"] == pytest.approx(5e-5)
+        assert found["driver_cpu_per_call"] == 1e-4
+    # One cell that is off by a tenth: it is the largest error, and among those below 95 % there are fewer
+    lines[3]["round_seconds"] *= 1.1
+    (*_, found) = ray_scaling.fits_of(lines)
+    assert found["rms"] < found["rms_below_95"] < found["largest_error"] < 0.1
+    assert ray_scaling.fit([made_line("lockstep", 16, 1.0, k, 0, 0) for k in (1, 10, 100)])["rms_below_95"] is None
 
 
 def test_the_fit_is_the_least_of_all():
@@ -679,7 +695,7 @@ def test_the_fit_is_the_least_of_all():
     random = np.random.default_rng(1)
     for mode in ray_scaling.MODES:
         lines = [made_line(mode, 16, *size, 4e-4, 1e-5, random.uniform(0.6, 1.2)) for size in SIZES]
-        found = ray_scaling.fit(lines, mode)
+        found = ray_scaling.fit(lines)
 
         def rms(cost, overhead, lines=lines, mode=mode):
             sizes = [[line[key] for key in ("actors", "duration", "steps")] for line in lines]
@@ -690,15 +706,18 @@ def test_the_fit_is_the_least_of_all():
         assert found["rms"] == pytest.approx(rms(found["cost_per_call"], found["overhead_per_step"]))
         grid = [rms(cost, overhead) for cost in np.linspace(1e-4, 1e-3, 46) for overhead in np.linspace(0, 2e-4, 21)]
         assert found["rms"] <= min(grid) + 1e-3
-    assert ray_scaling.fit(lines[:2], "lockstep") is None
+    assert ray_scaling.fit(lines[:2]) is None
 
 
 def test_the_model_says_what_the_issue_measured():
-    """With one step a call, which costs 223 µs: the 20 rows within 3 points, by their RMS."""
+    """With one step a call, which costs 223 µs: 8 % by the RMS, of what whole per cents tell, and 5 points but once."""
     rows = ray_scaling.published_rows()
     assert len(rows) == 20 and {row["cores"] for row in rows} == {96, 192, 384, 768, 1536}
+    published = np.array([row["efficiency"] for row in rows])
     shares = [ray_scaling.efficiency("lockstep", row["cores"], row["duration"], 1, 223e-6, 0) for row in rows]
-    assert np.sqrt(np.mean([(share - row["efficiency"]) ** 2 for share, row in zip(shares, rows)])) < 0.035
+    errors = (shares / published.clip(0.01) - 1)[published >= 0.05]
+    assert len(errors) == 14 and 0.075 < np.sqrt(np.square(errors).mean()) < 0.08
+    assert np.sort(abs(shares - published))[-2] < 0.05
     assert ray_scaling.efficiency("double-buffered", 96, 0.01, 10, 223e-6, 0) == 1
     assert ray_scaling.efficiency("double-buffered", 96, 0.001, 10, 1e-3, 0) == pytest.approx(0.01 / 0.096)
 
@@ -797,9 +816,11 @@ def test_tables(result):
     assert rows[-1][:6] == ["simulated", "2", "96", "0.001", "1,000", "1.06"]
     (saturated,) = (row for row in rows if "†" in "".join(row))
     assert saturated[2:5] == ["96", "0.001", "1"] and saturated[8::3] == ["0.5%†", "0.5%†"]
-    _, rows = shown["ray_fit"]
-    assert rows[0] == ["measured", "1", "16", "lockstep", "1,000", "0.0", "0.0%", "10", "90", "60", "300", "250"]
-    assert [row[4] for row in rows] == ["1,000", "1,000", "2,000", "2,000"]
+    header, rows = shown["ray_fit"]
+    memory = ["90", "60", "300", "250"]
+    assert rows[0] == ["measured", "1", "16", "lockstep", "1,000", "100", "0.0", *["0.0%"] * 3, "10", *memory]
+    assert len(header) == len(rows[0]) and [row[3] for row in rows] == [*ray_scaling.MODES, "both"] * 2
+    assert [row[4] for row in rows] == ["1,000"] * 3 + ["2,000"] * 3 and rows[2][10] == "20"
     header, rows = shown["ray_nodes"]
     columns = [f"{mode}, K = {steps}" for mode in ray_scaling.MODES for steps in ("1", "10", "100", "1,000")]
     assert header == ["nodes", "cores", "step, s", "the issue's, measured", *columns] and len(rows) == 20
