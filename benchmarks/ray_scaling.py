@@ -22,12 +22,13 @@ An actor takes K steps a call. In `lockstep` the driver waits for a call of ever
     lockstep          K · (d + s) + A · c
     double-buffered   max(K · (d + s), A · c)
 
-where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the vector environment,
-the policy). Both are fitted to the cells of each kind of cluster and mode, by least squares of the relative error; the
-RMS of that is given. On one machine the actors' share of a call takes the same cores as the driver's, so that c is too
-large for a cluster rather than too small.
+where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the sleep that lasts too
+long, the vector environment, the policy). Both are fitted to the cells of each kind of cluster, those of each mode and
+those of both, by least squares of the relative error; the RMS of that is given, and the largest. On one machine the
+actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small.
 
-A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times.
+A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times,
+and the modes change places with each turn.
 A cell with calls of more than --limit-seconds is left to the model. Memory is what an actor's process has: resident,
 and with pages that several processes share divided among them. The result is a JSON file, written anew after each cell.
 """
@@ -293,25 +294,30 @@ def fit(lines: Sequence[Mapping]) -> dict | None:
         return None
     seconds = np.array([line["round_seconds"] for line in lines])
     calls, steps = (np.array([line[key] for line in lines]) / seconds for key in ("actors", "steps"))
-    asleep = steps * [line["duration"] for line in lines]
-    ones = np.ones_like(seconds)
-    if mode == "lockstep":
-        found = [least_squares(np.stack([calls, steps], 1), ones - asleep)]
-    else:
-        order, found = np.argsort(calls / asleep), []
-        for count in range(len(lines) + 1):
-            is_bound = np.isin(np.arange(len(lines)), order[len(lines) - count :])
-            columns = np.stack([np.where(is_bound, calls, 0), np.where(is_bound, 0, steps)], 1)
-            found.append(least_squares(columns, ones - np.where(is_bound, 0, asleep)))
+    asleep = steps * [line["duration"] for line in lines]  # the efficiency
+    is_lockstep = np.array([line["mode"] == "lockstep" for line in lines])
+    order, found = np.argsort(np.where(is_lockstep, -1.0, calls / asleep)), []
+    for count in range(np.count_nonzero(~is_lockstep) + 1):
+        has_calls, has_steps = is_lockstep.copy(), np.ones_like(is_lockstep)
+        has_calls[order[len(lines) - count :]], has_steps[order[len(lines) - count :]] = True, False
+        columns = np.stack([has_calls * calls, has_steps * steps], 1)
+        found.append(least_squares(columns, 1 - has_steps * asleep))
 
     def errors(cost: float, overhead: float) -> np.ndarray:
         work = asleep + steps * overhead
-        return (work + calls * cost if mode == "lockstep" else np.maximum(work, calls * cost)) - 1
+        return np.where(is_lockstep, work + calls * cost, np.maximum(work, calls * cost)) - 1
 
     cost, overhead = min(found, key=lambda factors: np.square(errors(*factors)).sum())
-    about = {key: lines[0][key] for key in ("kind", "nodes", "actors", "mode")} | {"cells": len(lines)}
-    rms = float(np.sqrt(np.square(errors(cost, overhead)).mean()))
-    return about | {"cost_per_call": float(cost), "overhead_per_step": float(overhead), "rms": rms}
+    squares = np.square(errors(cost, overhead))
+    modes = {line["mode"] for line in lines}
+    about = {key: lines[0][key] for key in ("kind", "nodes", "actors")}
+    about |= {"mode": "both" if len(modes) > 1 else modes.pop(), "cells": len(lines)}
+    about |= {"cost_per_call": float(cost), "overhead_per_step": float(overhead), "rms": float(squares.mean() ** 0.5)}
+    below = squares[asleep < 0.95]
+    return about | {
+        "rms_below_95": float(below.mean() ** 0.5) if len(below) else None,
+        "largest_error": float(squares.max() ** 0.5),
+    }
 
 
 # ---- Lines ----
@@ -336,11 +342,16 @@ def summarise(runs: Sequence[Mapping]) -> list[dict]:
 
 
 def fits_of(lines: Sequence[Mapping]) -> list[dict]:
-    """The model's parameters for each cluster and mode that has the cells."""
-    groups = {}
-    for line in lines:
-        groups.setdefault((line["kind"], line["nodes"], line["actors"], line["mode"]), []).append(line)
-    return [found for (*_, mode), group in groups.items() if (found := fit(group, mode))]
+    """The model's parameters for each cluster and mode that has the cells, and for both modes."""
+    fits = []
+    for cluster in dict.fromkeys((line["kind"], line["nodes"], line["actors"]) for line in lines):
+        own = [line for line in lines if (line["kind"], line["nodes"], line["actors"]) == cluster]
+        groups = [[line for line in own if line["mode"] == mode] for mode in MODES]
+        for group in [*groups, own] if all(groups) else groups:
+            if found := fit(group):
+                cpu = statistics.median(line["driver_cpu_per_call"] for line in group)
+                fits.append(found | {"driver_cpu_per_call": cpu})
+    return fits
 
 
 def write(result: dict, path: Path) -> None:
@@ -389,13 +400,15 @@ def scaling_table(result: Mapping) -> Table:
 def fit_table(result: Mapping) -> Table:
     """The cost of a call, the overhead of a step, how well they fit; and an actor's memory."""
     memory = {(each["kind"], each["nodes"], each["actors"]): each for each in result["memory"]}
-    header = ["", "nodes", "actors", "mode", "cost c of a call, µs", "overhead s of a step, µs", "RMS error", "cells"]
-    header += ["memory of an actor, MB", "shared pages divided, MB", "with torch, MB", "shared pages divided, MB"]
+    header = ["", "nodes", "actors", "mode", "cost c of a call, µs", "the driver's CPU, µs", "overhead s of a step, µs"]
+    header += ["RMS error", "below 95 %", "largest", "cells", "memory of an actor, MB", "shared pages divided, MB"]
+    header += ["with torch, MB", "shared pages divided, MB"]
     rows = []
     for found in result["fits"]:
         rows.append([found["kind"], str(found["nodes"]), str(found["actors"]), found["mode"]])
-        rows[-1] += [microseconds(found["cost_per_call"]), microseconds(found["overhead_per_step"])]
-        rows[-1] += [f"{found['rms']:.1%}", str(found["cells"])]
+        rows[-1] += [microseconds(found[key]) for key in ("cost_per_call", "driver_cpu_per_call", "overhead_per_step")]
+        errors = [found[key] for key in ("rms", "rms_below_95", "largest_error")]
+        rows[-1] += ["" if error is None else f"{error:.1%}" for error in errors] + [str(found["cells"])]
         own = memory.get((found["kind"], found["nodes"], found["actors"]), {})
         for key in ("rss", "pss", "rss_with_torch", "pss_with_torch"):
             rows[-1].append(show(own[key] / 1e6, 0) if key in own else "")
@@ -472,10 +485,8 @@ def print_result(result: Mapping) -> None:
 # ---- Picture ----
 def plot(result: Mapping, output: Path) -> None:
     """Draws efficiency against step duration: the issue's 20 rows, and beside them those of each cluster here."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fail("--plot: needs matplotlib (pip install matplotlib)")
+    from matplotlib.figure import Figure
+
     lines = result["medians"]
     clusters = list(dict.fromkeys((line["kind"], line["nodes"], line["actors"]) for line in lines))
     if not lines:
@@ -543,6 +554,10 @@ def check_args(args: Args) -> None:
         fail(f"--limit-seconds {args.limit_seconds:g}: every call of --durations and --steps takes longer")
     if args.plot is not None and (args.plot.is_dir() or not os.access(args.plot.resolve().parent, os.W_OK)):
         fail(f"--plot {args.plot}: must be a file in a folder that can be written to")
+    if args.plot is not None and args.plot.suffix != ".png":
+        fail(f"--plot {args.plot}: must be a PNG file")
+    if args.plot is not None and not importlib.util.find_spec("matplotlib"):
+        fail("--plot: needs matplotlib (pip install matplotlib)")
 
 
 def check_machine(args: Args) -> None:
@@ -579,8 +594,11 @@ def main(args: Args) -> None:
         result["settings"] = {key: value for key, value in result["settings"].items() if key not in ("plot", "result")}
         result["settings"]["steps"] = sorted(set(args.steps))
         warn_if_busy()
-        with until_stopped(result, output, write, print_result):
-            measure_all(args, result, output)
+        try:
+            with until_stopped(result, output, write, print_result):
+                measure_all(args, result, output)
+        except (RuntimeError, TimeoutError) as error:
+            sys.exit(f"error: {scrub(str(error)).partition(chr(10))[0]}")
     if args.plot:
         plot(result, args.plot)
 

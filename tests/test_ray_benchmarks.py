@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -729,7 +730,8 @@ def test_plan():
         ("measured", 1, 16), ("simulated", 2, 96), ("simulated", 4, 192)
     ]  # fmt: skip
     pairs = [(1.0, 1), (0.001, 1), (0.001, 1000)]
-    assert ray_scaling.cells_of(args) == [(*pair, mode) for pair in pairs for mode in ray_scaling.MODES]
+    for repeat, modes in ((1, [*ray_scaling.MODES]), (2, [*reversed(ray_scaling.MODES)])):
+        assert ray_scaling.cells_of(args, repeat) == [(*pair, mode) for pair in pairs for mode in modes]
     assert ray_scaling.plan(ray_scaling.Args(actors=0, nodes=())) == []
 
 
@@ -861,6 +863,27 @@ def test_a_result_is_printed_and_drawn(result, tmp_path, capsys):
     assert error.value.code == 2 and "--plot: the result has no cell" in capsys.readouterr().err
 
 
+def test_a_picture_without_matplotlib(monkeypatch, capsys, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    with pytest.raises(SystemExit) as error:
+        ray_scaling.main(ray_scaling.Args(plot=tmp_path / "x.png"))
+    assert error.value.code == 2 and capsys.readouterr().err.startswith("error: --plot: needs matplotlib")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TimeoutError])
+def test_what_fails_ends_in_a_line(kind, monkeypatch, tmp_path):
+    def failing(*_):
+        raise kind("actor 0 (environment 0): its process has ended\nand more")
+
+    monkeypatch.setattr(ray_scaling, "check_machine", lambda _: None)
+    monkeypatch.setattr(ray_scaling, "measure_all", failing)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1")
+    with pytest.raises(SystemExit) as error:
+        ray_scaling.main(ray_scaling.Args(output=tmp_path / "result.json"))
+    assert error.value.code == "error: actor 0 (environment 0): its process has ended"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -877,6 +900,7 @@ def test_a_result_is_printed_and_drawn(result, tmp_path, capsys):
         ({"repeats": 0}, "--repeats 0: must be at least 1"),
         ({"durations": (5.0,)}, "--limit-seconds 2: every call of --durations and --steps takes longer"),
         ({"plot": Path("/no/such/folder/x.png")}, "--plot /no/such/folder/x.png: must be a file in a folder"),
+        ({"plot": Path("x.pdf")}, "--plot x.pdf: must be a PNG file"),
         ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
         ({"result": ROOT / "README.md"}, "must be a result file of the kind ray_scaling"),
     ],
