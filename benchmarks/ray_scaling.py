@@ -183,7 +183,7 @@ def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds:
         envs.receive()
     sps = rounds * steps * envs.num_envs / elapsed
     figures = {"rounds": rounds, "seconds": round(elapsed, 4), "round_seconds": elapsed / rounds, "sps": round(sps, 3)}
-    figures["cores_busy"] = round(busy / elapsed / os.cpu_count(), 3)
+    figures["cores_busy"] = round(min(1.0, busy / elapsed / os.cpu_count()), 3)  # the clock of /proc/stat is coarse
     return figures | {"driver_cpu_per_call": cpu / rounds / len(envs.actors)}
 
 

@@ -520,7 +520,7 @@ def test_the_benchmark_from_end_to_end(program, tmp_path):
     cells = [(run["kind"], run["nodes"], run["actors"], run["steps"], run["mode"]) for run in result["runs"]]
     assert cells == [("simulated", 2, 2, steps, mode) for steps in (1, 5) for mode in ray_scaling.MODES]
     for run in result["runs"]:
-        assert run["rounds"] >= 3 and run["driver_cpu_per_call"] > 0 and 0 < run["cores_busy"] < 1.1
+        assert run["rounds"] >= 3 and run["driver_cpu_per_call"] > 0 and 0 <= run["cores_busy"] <= 1
         assert run["step_seconds"] >= 0.001  # no sleep is shorter than it was told
         share = run["sps"] * run["duration"] / run["actors"]
         # Double-buffered, the first of the rounds that count may have been over before
