@@ -99,6 +99,24 @@ PLAN = [
         }
         for script in ("ppo_memory_torchcompile", "dqn_memory_torchcompile")
     ),
+    *(  # what lag costs is the plan of lag_learning.py
+        {
+            "script": script,
+            "flags": "--compile --num-actors 2",
+            "env_id": "CartPole-v1",
+            "steps": 500_000,
+            "seeds": [1, 2, 3],
+        }
+        for script in ("impala_ray_torchcompile", "appo_ray_torchcompile")
+    ),
+    {
+        "script": "appo_ray_torchcompile",
+        "flags": "--compile --num-actors 2 --num-envs 1 --fragment-length 512 --batch-fragments 4 --update-epochs 10"
+        " --num-minibatches 32 --learning-rate 3e-4 --ent-coef 0",
+        "env_id": "HalfCheetah-v4",
+        "steps": 1_000_000,
+        "seeds": [1, 2, 3],
+    },
 ]
 # What a line of metrics.jsonl holds besides the losses, and what config.json holds besides the arguments
 NO_LOSS = ("global_step", "wall_time", "fps", "episode_return", "episode_length", "learning_rate")

@@ -1,0 +1,146 @@
+"""The benchmarks of the scripts with actors: what killed actors cost, the learners' time, and what lag does."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import lag_learning  # noqa: E402
+import learning  # noqa: E402
+import ray_faults  # noqa: E402
+import ray_learner  # noqa: E402
+import tables  # noqa: E402
+
+
+# ---- ray_faults.py ----
+def stamps_of(*rows):
+    return [ray_faults.Stamp(at, number, incarnation, 0, 0, 100) for at, number, incarnation in rows]
+
+
+def test_an_actor_is_back_when_its_new_life_delivers():
+    """Two kills; what the first lives deliver meanwhile, and second fragments, do not count."""
+    stamps = stamps_of((1, 0, 0), (2, 1, 0), (11, 1, 0), (12.5, 0, 7), (13, 0, 7), (17, 1, 0), (21, 1, 9))
+    assert ray_faults.seconds_back(stamps, [10.0, 20.0]) == [2.5, 1.0]
+    assert ray_faults.seconds_back(stamps, [10.0, 30.0]) == [2.5, None]
+    assert ray_faults.throughput(stamps, 10, 20) == 40
+
+
+def test_what_kills_cost_is_the_median_of_pairs():
+    runs = [
+        {
+            "repeat": n,
+            "steps_per_second": 1000 * n,
+            "with_kills": share * 1000 * n,
+            "share": share,
+            "seconds_back": back,
+        }
+        for n, share, back in ((1, 0.5, [1, 2]), (2, 0.9, [3, 4]), (3, 0.8, [9, 1]))
+    ]
+    (line,) = ray_faults.summarise(runs)
+    assert line["share"] == 0.8 and line["steps_per_second"] == 2000 and line["runs"] == 3
+    assert line["back_median"] == 2.5 and line["back_most"] == 9
+    assert ray_faults.rows_of({"medians": [line]}) == [["2,000", "1,600", "80%", "2.5", "9.0"]]
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [({"script": "ppo"}, "--script ppo: must be a script with actors"), ({"kills": 0}, "--kills 0: must be above 0")],
+)
+def test_faults_that_cannot_be_measured(capsys, args, words):
+    with pytest.raises(SystemExit) as error:
+        ray_faults.main(ray_faults.Args(**args))
+    assert error.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_killed_actor_comes_back(tmp_path, capsys):
+    """A short measurement as it is, with a kill."""
+    pytest.importorskip("ray")
+    args = {"script": "impala_ray", "num_actors": 2, "interval": 2.0, "kills": 1, "repeats": 1}
+    ray_faults.main(ray_faults.Args(**args, output=tmp_path / "faults.json"))
+    result = json.loads((tmp_path / "faults.json").read_text())
+    (run,) = result["runs"]
+    assert run["steps_per_second"] > 0 and run["with_kills"] > 0 and len(run["seconds_back"]) == 1
+    assert result["ledger"]["actor_restarts"] >= 1 and result["ledger"]["fragments_lost"] >= 1
+    assert ray_faults.actors_of(0) == [] and "pair 1: " in capsys.readouterr().out
+
+
+# ---- ray_learner.py ----
+def test_learners_are_timed(tmp_path, monkeypatch, capsys):
+    """Real processes of a small task, and one that fails; a ratio is taken within its turn."""
+    small = "--total-timesteps 600 --num-envs 2 --fragment-length 10"
+    monkeypatch.setattr(ray_learner, "TASKS", {"small": ("impala_ray", small), "bad": ("appo_ray", "--gamma 2")})
+    args = ray_learner.Args(tasks=("small", "bad"), variants=("eager", "none"), repeats=1, cuda=False)
+    args.output = tmp_path / "learner.json"
+    with pytest.raises(SystemExit) as error:
+        ray_learner.main(args)
+    assert error.value.code == 1
+    result = json.loads(args.output.read_text())
+    by_arm = {(run["script"], run["variant"]): run for run in result["runs"]}
+    assert 0 < by_arm["small", "eager"]["seconds"] < 1 and by_arm["small", "eager"]["batches"] == 24
+    assert "--gamma 2.0: must lie in [0, 1]" in by_arm["bad", "eager"]["reason"]
+    line = next(line for line in result["medians"] if (line["task"], line["variant"]) == ("small", "none"))
+    ratio = by_arm["small", "eager"]["seconds"] / by_arm["small", "none"]["seconds"]
+    assert line["times_eager"] == pytest.approx(ratio, rel=1e-3)
+    assert "bad eager failed: exit status 2" in capsys.readouterr().out
+    assert ray_learner.rows_of(result["medians"])[0][:2] == ["small", "eager"]
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({"tasks": ("Pong",)}, "--tasks Pong: must be one of IMPALA, CartPole-v1"),
+        ({"repeats": 0}, "--repeats 0: must be at least 1"),
+        ({"variants": ("cudagraphs",), "cuda": False}, "--variants cudagraphs: needs a CUDA device"),
+    ],
+)
+def test_learners_that_cannot_be_timed(capsys, args, words):
+    with pytest.raises(SystemExit) as error:
+        ray_learner.main(ray_learner.Args(**args))
+    assert error.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_tasks_are_runs_of_the_scripts():
+    for script, flags in ray_learner.TASKS.values():
+        names = learning.arguments_of(flags.split())
+        assert names.keys() <= learning.defaults_of(script).keys()
+
+
+# ---- lag_learning.py ----
+def test_the_plan_has_each_lag_with_and_without_v_trace():
+    jobs = learning.jobs_of(lag_learning.plan())
+    assert len({job["name"] for job in jobs}) == len(jobs) == 2 * 2 * 4 * 3
+    names = [job["name"] for job in jobs]
+    assert "CartPole-v1__impala_ray_torchcompile__compile__500000__seed1.json" in names
+    assert "CartPole-v1__appo_ray_torchcompile__compile__500000__forced-lag-16__vtrace-False__seed3.json" in names
+
+
+def write_result(folder, lag, vtrace, seed, value):
+    arguments = {"forced_lag": lag, "vtrace": vtrace}
+    about = {"script": "impala_ray_torchcompile", "device_name": "CPU", "threads": 1, "return_last_100": value}
+    about |= {"arguments": arguments, "versions": {"torch": "2.13.0", "python": "3.11"}}
+    (folder / f"{lag}_{vtrace}_{seed}.json").write_text(json.dumps(about))
+
+
+def test_table_and_plot_of_lags(tmp_path, capsys):
+    folder = tmp_path / "benchmarks" / "results" / "lag"
+    folder.mkdir(parents=True)
+    assert tables.lag_table(folder.parent) == "No results yet: `python benchmarks/lag_learning.py` makes them."
+    for seed, value in ((1, 500.0), (2, 480.0)):
+        write_result(folder, 0, True, seed, value)
+        write_result(folder, 16, False, seed, value / 10)
+    table = tables.lag_table(folder.parent)
+    assert (
+        "| IMPALA | with | 490.0 ± 14.1 |  |  |  |" in table and "| IMPALA | without |  |  |  | 49.0 ± 1.4 |" in table
+    )
+    assert "over 2 seeds" in table and "asynchronous PPO" not in table
+    pytest.importorskip("matplotlib")
+    lag_learning.main(lag_learning.Args(results=folder, plot=tmp_path / "lag.png"))
+    assert (tmp_path / "lag.png").stat().st_size > 10_000 and "lag.png" in capsys.readouterr().out
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit):
+        lag_learning.main(lag_learning.Args(results=tmp_path / "none", plot=tmp_path / "lag.png"))
+    assert "--plot: there are no results in" in capsys.readouterr().err
