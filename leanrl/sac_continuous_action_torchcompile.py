@@ -732,7 +732,8 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
     try:
-        is_safe = sys.platform == "linux" and "ray" not in sys.modules  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
             helper.start()
         before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
