@@ -135,8 +135,11 @@ class Sleeping(gym.Env):
         return self.observation, 0.0, False, False, {}
 
 
+FIRST_ACTION = np.zeros(1, np.int64)
+
+
 def act(observations: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    return np.zeros(len(observations), np.int64)
+    return FIRST_ACTION  # an actor has one environment
 
 
 def steps_of(actor: object) -> tuple[float, int]:

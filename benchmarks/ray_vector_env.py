@@ -59,6 +59,8 @@ def settings() -> dict[str, str]:
     found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     # Of a hundred processes that start on two cores the last takes longer than Ray's minute
     found["RAY_worker_register_timeout_seconds"] = "600"
+    # Ray lets its workers wait for whatever else runs here (15), also where they are what the machine is for
+    found["RAY_worker_niceness"] = "0"
     if "ray" not in sys.modules:  # which reads this when it is imported
         found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # as there, Ray has the address 127.0.0.1
     return found
@@ -195,6 +197,13 @@ def check_same(spaces: Sequence[tuple[gym.Space, gym.Space]]) -> None:
             raise RuntimeError(f"the environments differ: {spaces[0]} and {each}")
 
 
+def check_actions(selected: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """A policy's actions as those that the environments take; raises ValueError or TypeError if they are others."""
+    if selected.shape != own.shape:
+        raise ValueError(f"the policy's actions have shape {selected.shape}: must have {own.shape}")
+    return selected.astype(own.dtype, casting="same_kind")
+
+
 class Actor:
     """M environments in a process of its own, which reset in the step after an episode's end."""
 
@@ -223,32 +232,28 @@ class Actor:
             self.over[i] = False
         return self.observations, infos
 
-    def advance(
-        self,
-        actions: np.ndarray,
-        observations: np.ndarray,
-        rewards: np.ndarray,
-        terminations: np.ndarray,
-        truncations: np.ndarray,
-        infos: list[dict] | None = None,
-    ) -> None:
-        """A step of each environment with actions [M, …]; fills arrays [M, …], and a list of infos if there is one."""
+    def advance(self, actions: np.ndarray, observations: np.ndarray, log: list, infos: list | None = None) -> None:
+        """A step of each environment with actions [M, …]; fills observations [M, …].
+
+        Rewards with both kinds of ends go to a list, as do infos if there is one for them.
+        """
         over = self.over
         for i, env in enumerate(self.envs):
             if over[i]:
                 observations[i], info = env.reset()
-                rewards[i], terminations[i], truncations[i], over[i] = 0.0, False, False, False
+                reward, terminated, truncated = 0.0, False, False
             else:
-                observations[i], rewards[i], terminated, truncated, info = env.step(actions[i])
-                terminations[i], truncations[i], over[i] = terminated, truncated, bool(terminated or truncated)
+                observations[i], reward, terminated, truncated, info = env.step(actions[i])
+            over[i] = terminated or truncated
+            log.append((reward, terminated, truncated))
             if infos is not None:
                 infos.append(info)
 
     def step(self, actions: np.ndarray) -> tuple:
-        count, infos = len(self.envs), []
-        arrays = (self.observations, np.empty(count), np.empty(count, bool), np.empty(count, bool))
-        self.advance(np.array(actions), *arrays, infos)
-        return *arrays, infos
+        log, infos = [], []
+        self.advance(np.array(actions), self.observations, log, infos)
+        rewards, terminations, truncations = np.array(log, np.float64).T
+        return self.observations, rewards, terminations.astype(bool), truncations.astype(bool), infos
 
     def rollout(
         self, steps: int | None = None, actions: np.ndarray | None = None, policy: Policy | None = None
@@ -256,7 +261,8 @@ class Actor:
         """Takes steps with actions [K, M, …], or K steps with those of the policy: each that of the last call if None.
 
         Returns the K + 1 observations, the actions or None for those that were given, the rewards, and in one array
-        [3, K, M] terminations, truncations and resets.
+        [3, K, M] terminations, truncations and resets. What a step leaves behind it is put together after all of them:
+        an environment that sleeps or waits finds the processor's caches full of something else.
         """
         count, is_given, space = len(self.envs), actions is not None, self.envs[0].action_space
         if is_given:
@@ -266,20 +272,26 @@ class Actor:
             self.steps = steps = self.steps if steps is None else steps
             actions = np.empty((steps, count, *space.shape), space.dtype)
         observations = np.empty((steps + 1, *self.observations.shape), self.observations.dtype)
-        rewards, flags = np.empty((steps, count)), np.empty((3, steps, count), bool)
-        terminations, truncations, resets = flags
-        observations[0], resets[0] = self.observations, self.over
+        flags, log, generator, kind = np.empty((3, steps, count), bool), [], self.generator, None
+        observations[0], flags[2, 0] = self.observations, self.over
+        # As lists of rows: iterating is cheaper than indexing
+        rows, own_actions = list(observations), list(actions)
         for t in range(steps):
-            own = actions[t]
+            own = own_actions[t]
             if not is_given:
-                selected = np.asarray(policy(observations[t], self.generator))
-                if selected.shape != own.shape:
-                    raise ValueError(f"the policy's actions have shape {selected.shape}: must have {own.shape}")
-                np.copyto(own, selected, casting="same_kind")
-            self.advance(own, observations[t + 1], rewards[t], terminations[t], truncations[t])
-        np.logical_or(terminations[:-1], truncations[:-1], out=resets[1:])
+                selected = np.asarray(policy(rows[t], generator))
+                if selected.dtype is not kind:
+                    own[...] = check_actions(selected, own)
+                    kind = selected.dtype
+                elif selected.shape != own.shape:
+                    check_actions(selected, own)
+                else:
+                    own[...] = selected
+            self.advance(own, rows[t + 1], log)
+        rewards, flags[0], flags[1] = np.array(log, np.float64).reshape(steps, count, 3).transpose(2, 0, 1)
+        np.logical_or(flags[0, :-1], flags[1, :-1], out=flags[2, 1:])
         self.observations[:] = observations[steps]
-        return observations, None if is_given else actions, rewards, flags
+        return observations, None if is_given else actions, np.ascontiguousarray(rewards), flags
 
     def close(self) -> None:
         for env in self.envs:
