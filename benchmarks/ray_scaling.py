@@ -25,7 +25,8 @@ An actor takes K steps a call. In `lockstep` the driver waits for a call of ever
 where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the sleep that lasts too
 long, the vector environment, the policy). Both are fitted to the cells of each kind of cluster, those of each mode and
 those of both, by least squares of the relative error; the RMS of that is given, and the largest. On one machine the
-actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small.
+actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small. Saturated
+cells are left out of the fit.
 
 A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times,
 and the modes change places with each turn.
@@ -345,10 +346,11 @@ def summarise(runs: Sequence[Mapping]) -> list[dict]:
 
 
 def fits_of(lines: Sequence[Mapping]) -> list[dict]:
-    """The model's parameters for each cluster and mode that has the cells, and for both modes."""
+    """The model's parameters for each cluster and mode with enough cells that are not saturated, and for both modes."""
     fits = []
     for cluster in dict.fromkeys((line["kind"], line["nodes"], line["actors"]) for line in lines):
         own = [line for line in lines if (line["kind"], line["nodes"], line["actors"]) == cluster]
+        own = [line for line in own if line["cores_busy"] <= SATURATED]  # the others show what the machine can't do
         groups = [[line for line in own if line["mode"] == mode] for mode in MODES]
         for group in [*groups, own] if all(groups) else groups:
             if found := fit(group):
