@@ -85,7 +85,8 @@ def draw(args: Args) -> None:
         axes.set(xlabel="lag (versions of the weights)", title=f"{name}, {ENV_ID}", ylim=(0, 510))
         axes.set_xticks(range(len(LAGS)), [str(lag) for lag in LAGS])
         axes.axhline(475, color="#bbbbbb", linestyle=":")
-        axes.legend()
+        if axes.lines[1:]:
+            axes.legend()
     figure.axes[0].set_ylabel("return, last 100 episodes")
     figure.savefig(args.plot, dpi=150, metadata={"Software": None})
     print(f"return by lag: {args.plot}")

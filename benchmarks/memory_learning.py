@@ -66,6 +66,8 @@ class Args:
     """tasks to train on"""
     cell: tuple[str, ...] = CELLS
     """memories to train"""
+    seeds: tuple[int, ...] = SEEDS
+    """seeds of a task and a memory"""
     jobs: int = 1
     """processes at a time; each has one thread if there are several"""
     output_dir: Path = Path("runs")
@@ -81,7 +83,7 @@ class Args:
 def plan(args: Args) -> list[dict]:
     """The runs, as learning.py takes them: a seed of everything, then the next."""
     entries = []
-    for seed, name, cell in itertools.product(SEEDS, args.task, args.cell):
+    for seed, name, cell in itertools.product(args.seeds, args.task, args.cell):
         task = TASKS[name]
         if cell in task.cells:
             entry = {"script": task.script, "env_id": task.env_id, "steps": task.steps, "seeds": [seed]}

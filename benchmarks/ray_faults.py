@@ -69,7 +69,7 @@ class Args:
     """kills in a stretch, which lasts as long without them, too"""
     repeats: int = 3
     """pairs of stretches"""
-    flags: str = "--no-cuda"
+    flags: str = "--no-cuda --compile"
     """more flags for the script, as one string"""
     output: Path | None = None
     """result file; by default runs/bench/ray_faults_cpu_DATE.json"""
@@ -93,16 +93,23 @@ def read_stamps(path: Path) -> list[Stamp]:
 
 
 def actors_of(session: int) -> list[int]:
-    """The processes of Ray's actors in a session, by number, which are those of a run that started Ray by itself."""
+    """The processes of Ray's actors in a session, those of a run that started Ray by itself; the oldest first."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             stat = path.with_name("stat").read_text().rpartition(")")[2].split()
             if path.read_text().startswith("ray::Actor") and stat[3] == str(session) and stat[0] not in "ZX":
-                found.append(int(path.parent.name))
+                found.append((int(stat[19]), int(path.parent.name)))
         except OSError:
             pass  # it has ended meanwhile
-    return sorted(found)
+    return [number for _, number in sorted(found)]
+
+
+def memory_of(number: int) -> dict[str, int]:
+    """Bytes of a process: resident, and with shared pages divided."""
+    lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {key: int(value) for key, value, *_ in (line.replace(":", "").split() for line in lines)}
+    return {"rss": kilobytes["Rss"] * 1024, "pss": kilobytes["Pss"] * 1024}
 
 
 def throughput(stamps: Sequence[Stamp], start: float, end: float) -> float:
@@ -133,35 +140,35 @@ def wait_for(condition, process: subprocess.Popen, patience: float, what: str):
 
 def measure(args: Args, process: subprocess.Popen, stamps: Path, repeat: int) -> dict:
     """A stretch without kills and one with them."""
-    length, starts = args.interval * args.kills, []
-    starts.append(time.time())
+    length, start, kills = args.interval * args.kills, time.time(), []
     time.sleep(length)
-    kills = []
+    memory = [memory_of(actor) for actor in actors_of(process.pid)]
     for k in range(args.kills):
-        due = starts[0] + length + k * args.interval
+        due = start + length + k * args.interval
         time.sleep(max(due - time.time(), 0))
         actors = wait_for(lambda: actors_of(process.pid), process, 30, "no actor is there")
-        os.kill(actors[k % len(actors)], signal.SIGKILL)
+        os.kill(actors[0], signal.SIGKILL)  # each has its turn, once the one before it is back
         kills.append(time.time())
-    end = starts[0] + 2 * length
-    time.sleep(max(end - time.time(), 0))
+    time.sleep(max(start + 2 * length - time.time(), 0))
     known = time.time()
     wait_for(lambda: None not in seconds_back(read_stamps(stamps), kills), process, 60, "an actor is not back")
     taken = read_stamps(stamps)
-    rates = [throughput(taken, starts[0] + shift, starts[0] + shift + length) for shift in (0, length)]
+    rates = [throughput(taken, start + shift, start + shift + length) for shift in (0, length)]
     record = {"repeat": repeat, "status": "finished", "steps_per_second": rates[0], "with_kills": rates[1]}
     record |= {"share": round(rates[1] / rates[0], 4), "seconds_back": seconds_back(taken, kills)}
+    record |= {key: int(statistics.median(actor[key] for actor in memory)) for key in ("rss", "pss")}
     return record | {"seconds_more": round(time.time() - known, 1)}
 
 
 def summarise(runs: Sequence[dict]) -> list[dict]:
     backs = [seconds for run in runs for seconds in run["seconds_back"]]
-    names = ("steps_per_second", "with_kills", "share")
+    names = ("steps_per_second", "with_kills", "share", "rss", "pss")
     line = {name: median([run[name] for run in runs]) for name in names} | {"runs": len(runs)}
     return [line | {"back_median": round(statistics.median(backs), 2), "back_most": max(backs)}] if runs else []
 
 
 HEADER = ["steps/s undisturbed", "with kills", "share", "an actor is back after, s", "at most, s"]
+HEADER += ["memory of an actor, MB", "shared pages divided, MB"]
 
 
 def rows_of(result: dict) -> list[list[str]]:
@@ -169,6 +176,7 @@ def rows_of(result: dict) -> list[list[str]]:
     for line in result["medians"]:
         rows.append([show(line["steps_per_second"], 0), show(line["with_kills"], 0), f"{line['share']:.0%}"])
         rows[-1] += [show(line["back_median"], 1), show(line["back_most"], 1)]
+        rows[-1] += [show(line[key] / 1e6, 0) for key in ("rss", "pss")]
     return rows
 
 

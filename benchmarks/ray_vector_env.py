@@ -459,6 +459,8 @@ class RayVectorEnv(VectorEnv):
         `receive` or `close` is left to the caller.
         """
         self._check("rollouts")
+        if in_flight < 1:
+            raise ValueError(f"in_flight={in_flight}: must be at least 1")
         sent = 0
         try:
             for _ in range(count):

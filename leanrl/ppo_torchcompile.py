@@ -295,7 +295,8 @@ class Run:
             stored["env_id"] = checkpoint["env_id"]
             for name, value in vars(args).items():
                 may_grow = name == "total_timesteps" and value >= stored[name]
-                if name != "resume" and not may_grow and value != stored.get(name):
+                may_change = may_grow or name in ("resume", "ray_address", "actor_timeout")  # where it runs, not what
+                if not may_change and value != stored.get(name):
                     fail(name, value, f"must be {stored.get(name)}, as in {folder}")
             for name, part in self.parts.items():
                 part.load_state_dict(checkpoint["parts"][name])

@@ -482,14 +482,15 @@ def test_run_skips_what_has_a_result(results, capsys):
     jobs = learning.jobs_of(learning.PLAN)
     assert len({job["name"] for job in jobs}) == len(jobs) == sum(len(entry["seeds"]) for entry in learning.PLAN)
     assert jobs[0]["name"] == "CartPole-v1__dqn_torchcompile__compile__500000__seed1.json"
+    last = learning.PLAN[-1]
     for job in jobs[:-1]:
         (results / "learning" / job["name"]).write_text("{}")
     learning.main(learning.RunArgs(results=results / "learning", dry_run=True))
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         f"{len(jobs)} jobs, {len(jobs) - 1} of which have a result already",
-        "python leanrl/dqn_memory_torchcompile.py --compile --env-id benchmarks.tmaze:TMaze-v0 "
-        "--total-timesteps 100000 --seed 3",
+        f"python leanrl/{last['script']}.py {last['flags']} --env-id {last['env_id']} "
+        f"--total-timesteps {last['steps']} --seed {last['seeds'][-1]}",
     ]
 
 

@@ -460,16 +460,16 @@ class Program:
     """A program in a process of its own; what it starts is known by its environment."""
 
     def __init__(self, folder, name, *flags):
-        self.mark, self.temporary = (
-            uuid.uuid4().hex,
-            tempfile.mkdtemp(prefix="r", dir="/tmp"),
-        )  # sockets' names are short
+        self.mark = uuid.uuid4().hex
+        self.temporary = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets' names are short
         self.shared_memory = sorted(os.listdir("/dev/shm"))
         environment = os.environ | AUTH | {"LEANRL_TEST": self.mark, "TMPDIR": self.temporary}
         self.out = folder / "out"
         command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *map(str, flags)]
-        pipes = {"stdout": self.out.open("w"), "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, **pipes, env=environment, cwd=folder, start_new_session=True)
+        how = {"stdout": self.out.open("w"), "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        # A shell's background job, and what that starts, has no Ctrl-C
+        how["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        self.process = subprocess.Popen(command, **how, env=environment, cwd=folder)
 
     def interrupt(self):
         """What Ctrl-C does: to all of the terminal's processes, those of Ray included."""
@@ -656,7 +656,7 @@ def test_without_ray(monkeypatch, capsys, tmp_path):
 def made_line(mode, actors, duration, steps, cost, overhead, noise=1.0):
     seconds = noise * ray_scaling.round_seconds(mode, actors, duration, steps, cost, overhead)
     about = {"kind": "measured", "nodes": 1, "actors": actors, "duration": duration, "steps": steps, "mode": mode}
-    return about | {"round_seconds": seconds, "driver_cpu_per_call": 1e-4}
+    return about | {"round_seconds": seconds, "driver_cpu_per_call": 1e-4, "cores_busy": 0.5}
 
 
 SIZES = [(d, k) for d in (1.0, 0.1, 0.01, 0.001) for k in (1, 10, 100, 1000) if d * k <= 1]
@@ -688,6 +688,10 @@ def test_one_fit_of_both_modes():
     lines[3]["round_seconds"] *= 1.1
     (*_, found) = ray_scaling.fits_of(lines)
     assert found["rms"] < found["rms_below_95"] < found["largest_error"] < 0.1
+    # One that the machine had no cores for is no cell of the fit
+    lines[3]["cores_busy"] = 0.95
+    assert [found["cells"] for found in ray_scaling.fits_of(lines)] == [len(SIZES) - 1, len(SIZES), 2 * len(SIZES) - 1]
+    assert max(found["largest_error"] for found in ray_scaling.fits_of(lines)) < 1e-9
     assert ray_scaling.fit([made_line("lockstep", 16, 1.0, k, 0, 0) for k in (1, 10, 100)])["rms_below_95"] is None
 
 
