@@ -777,6 +777,7 @@ class Actor:
 
     def ready(self) -> int:
         """Which of this actor's lives it is; answered when its environments are made."""
+        os.nice(4)  # one that starts goes before those at work, so that a lost one is back soon
         return self.incarnation
 
     @torch.no_grad()
@@ -905,8 +906,9 @@ class Fleet:
             import ray
 
             self.ray = ray
-            # Calls are not made twice, as a step can't be taken back; a process that has died starts anew by itself
-            options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 0}
+            # A process that has died starts anew by itself; a call to it waits until then, but `sample` is not made
+            # twice, as a step can't be taken back
+            options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1}
             self.remote = ray.remote(**options)(Actor)
         else:
             self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
@@ -1034,7 +1036,10 @@ class Fleet:
             return
         weights, version = self.published[0][1:]
         while len(seat.calls) < (2 if seat.is_ready else 1):
-            reference = seat.actor.sample.remote(weights, version) if seat.is_ready else seat.actor.ready.remote()
+            if seat.is_ready:
+                reference = seat.actor.sample.options(max_task_retries=0).remote(weights, version)
+            else:
+                reference = seat.actor.ready.remote()
             seat.calls.append((reference, seat.is_ready, weights))
 
     def is_done(self, reference) -> bool:

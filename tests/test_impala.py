@@ -428,7 +428,8 @@ def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
 
 @each_script
 def test_resume_goes_on(launch, monkeypatch, script):
-    """With the weights and the optimiser of the checkpoint, in new episodes, with other random numbers."""
+    """With the weights and the optimiser of the checkpoint, in new episodes, with other random numbers; on another
+    cluster, too."""
     run = launch(script, *small())
     module, numbers = importlib.import_module(script), []
     begin = module.Actor.__init__
@@ -439,11 +440,11 @@ def test_resume_goes_on(launch, monkeypatch, script):
 
     monkeypatch.setattr(module.Actor, "__init__", begin_and_draw)
     launch(script, *small())
-    config = run.config | {"resume": str(run.folder), "total_timesteps": 400}
+    config = run.config | {"resume": str(run.folder), "total_timesteps": 400, "actor_timeout": 30}
     module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
     again = read_run(run.folder.parent)
     assert again.summary["resumed_at"] == [run.summary["global_step"]] and again.summary["global_step"] >= 400
-    assert len(numbers) == len({*numbers}) == 2
+    assert len(numbers) == len({*numbers}) == 2 and again.config["actor_timeout"] == 30
 
 
 # ---- Runs with Ray ----
@@ -551,7 +552,8 @@ def test_an_environment_that_never_starts_ends_the_run(launch, cluster, name):
     assert run.error.code.startswith("error: every actor fails time and again") and "the emulator" in run.error.code
 
 
-def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch):
+@pytest.mark.parametrize("lag", [0, 2])
+def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch, lag):
     """Those of two versions are of a process that is gone, on another node than the actors are."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -581,9 +583,13 @@ def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch):
         return reference
 
     monkeypatch.setattr(module.Fleet, "put", put_and_lose)
-    run = launch("impala_ray", *fleet_flags("--total-timesteps", 1500), env_id="ray_environments:Sound-v0")
+    flags = fleet_flags("--total-timesteps", 1500, "--forced-lag", lag)
+    run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0")
     summary = check_ledger(run, taken)
     assert summary["status"] == "finished" and summary["fragments_lost"] >= 1
+    for actor in range(run.config["num_actors"]):
+        used = [version for number, _, _, version in taken if number == actor]
+        assert used == sorted(used), "no older weights are used again"
     assert 0 < len(run.err.splitlines()) <= summary["fragments_lost"], run.err
     assert {line["return"] for line in run.episodes} == {10.0}
 
