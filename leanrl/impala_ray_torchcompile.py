@@ -12,7 +12,8 @@ This is `impala_ray.py` at full speed: one graph is the learner's update; actors
     python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
 
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
-Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's: --env-id Breakout-v5.
+Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's flags:
+--env-id Breakout-v5 --learning-rate 6e-4 --ent-coef 0.01.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
@@ -101,7 +102,7 @@ class Args:
     """fragments that an update learns from, each once"""
     gamma: float = 0.99
     """discount factor, per step"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -113,7 +114,7 @@ class Args:
     """most that such a ratio counts in the trace to steps before (c̄ of V-trace, which has it at most ρ̄)"""
     trace_lambda: float = 1.0
     """λ by which V-trace's trace to steps before is cut each step"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.1
     """weight of the entropy in the loss"""
     vf_coef: float = 0.5
     """weight of the value loss"""
