@@ -825,10 +825,11 @@ def ray_session(args: Args) -> Iterable[None]:
     if not args.num_actors:
         yield
         return
-    if (
-        not args.ray_address and "ray" not in sys.modules
-    ):  # its ports ask for a secret; else that would be left in ~/.ray
-        defaults = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(), "RAY_USAGE_STATS_ENABLED": "0"}
+    if "ray" not in sys.modules:  # which reads this when it is imported
+        defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
+        if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
+            defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+            defaults |= {"RAY_USAGE_STATS_ENABLED": "0"}
         os.environ.update(defaults | os.environ)
     import ray
 

@@ -630,18 +630,28 @@ def processes_of(session):
 
 
 def test_nothing_is_left_behind(start, tmp_path):
-    """A run that starts Ray by itself, and Ctrl-C in its terminal: no process of its own lives on, no shared memory."""
+    """A run that starts Ray by itself, of which an actor is killed, and Ctrl-C in its terminal: no process of its own
+    lives on, no shared memory, and nothing was printed but what the script has to say."""
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
     flags = ["--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, "--total-timesteps", 10**7]
     process = start("impala_ray.py", *flags, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("*/metrics.jsonl")) or not next(tmp_path.glob("*/metrics.jsonl")).stat().st_size:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.2)
+
+    def wait_for_lines(count):
+        deadline = time.monotonic() + 60
+        while sum(len(path.read_text().splitlines()) for path in tmp_path.glob("*/metrics.jsonl")) < count:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.2)
+
+    wait_for_lines(1)
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
+    (actor,) = [pid for pid, name in names.items() if name.startswith("ray::Actor")]
+    os.kill(actor, signal.SIGKILL)
+    wait_for_lines(50 + sum(len(path.read_text().splitlines()) for path in tmp_path.glob("*/metrics.jsonl")))
     assert len(processes_of(process.pid)) > 3
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and read_run(tmp_path).summary["status"] == "interrupted", out + err
+    assert "actor 0 is unavailable, and is asked again: " in err and "raylet" not in out + err, out + err
     time.sleep(1)
     assert processes_of(process.pid) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} <= before
