@@ -201,7 +201,9 @@ def changed_from_defaults(script: str, arguments: Mapping[str, object]) -> dict[
     """The hyperparameters among `arguments` that differ from the defaults in the script's `Args`."""
     defaults = defaults_of(script)
     names = [name for name in defaults if name in arguments and name not in NO_HYPERPARAMETER]
-    return {name: arguments[name] for name in names if arguments[name] != defaults[name]}
+    values = {name: arguments[name] for name in names if arguments[name] != defaults[name]}
+    # A flag's 0 is config.json's 0.0
+    return {n: float(v) if isinstance(defaults[n], float) and type(v) is int else v for n, v in values.items()}
 
 
 def mean_of_last(returns: Sequence[float | None], count: int) -> float | None:

@@ -494,6 +494,13 @@ def test_run_skips_what_has_a_result(results, capsys):
     ]
 
 
+def test_a_planned_run_has_the_name_of_its_result():
+    (job,) = learning.jobs_of(
+        [{"script": "ppo", "flags": "--ent-coef 0 --num-envs 8", "env_id": "CartPole-v1", "steps": 1024, "seeds": [2]}]
+    )
+    assert job["name"] == "CartPole-v1__ppo__eager__1024__ent-coef-0.0__num-envs-8__seed2.json"
+
+
 def test_plot(tmp_path, results):
     pytest.importorskip("matplotlib")
     learning.write(learning.collect(made_up_run_folder(tmp_path / "run")), results / "learning")
