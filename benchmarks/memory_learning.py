@@ -113,6 +113,7 @@ def draw(args: Args) -> None:
     if not found:
         fail(f"--plot: there are no results in {args.results}")
     others = [name for name in TASKS if name not in [f"T-maze {length}" for length in LENGTHS]]
+    others = [name for name in others if any(name == task for task, _ in found)]
     figure = Figure(figsize=(6 + 3 * len(others), 4.5), layout="constrained")
     grid = figure.add_gridspec(1, 2 + len(others))
     axes = figure.add_subplot(grid[:2])
