@@ -147,7 +147,8 @@ def scripts_table(results: Path) -> str:
             [title, f"[`{script}.py`](leanrl/{script}.py)", f"[`…_torchcompile.py`](leanrl/{compiled}.py)", task]
         )
         groups = [(*key[2:], group) for key, group in learned.items() if key[:2] == (task, compiled)]
-        groups = [(steps, len(group), group) for variant, steps, group in groups if "," not in variant]  # defaults
+        plain = re.compile(r"[^,]*(, --num-actors \d+)?")  # defaults, with however many actors
+        groups = [(steps, len(group), group) for variant, steps, group in groups if plain.fullmatch(variant)]
         steps, seeds, group = max(groups, key=lambda each: each[:2], default=(0, 0, []))
         reached = mean_and_deviation([result["return_last_100"] for result in group]) if group else ""
         rows[-1] += [reached, f"{steps:,}" if group else "", str(seeds) if group else ""]
