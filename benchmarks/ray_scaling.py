@@ -117,11 +117,6 @@ class Sleeping(gym.Env):
         self.observation_space = gym.spaces.Box(-1, 1, (observation_size,), np.float32)
         self.observation, self.duration = np.zeros(observation_size, np.float32), 0.0
         self.seconds, self.count = 0.0, 0  # of all steps since the last reset
-        if sys.platform == "linux":
-            import ctypes
-
-            # Linux lets a sleep last 50 µs longer, so that it can wake several processes at once
-            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, ns
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)

@@ -18,6 +18,7 @@ Gymnasium's default. benchmarks/ray_scaling.py measures what it costs. It needs 
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import secrets
@@ -211,6 +212,9 @@ class Actor:
 
     def start(self, env_fns: Sequence[Callable[[], gym.Env]]) -> tuple:
         """Makes the environments; their spaces and metadata. Not in `__init__`, whose errors Ray wraps twice."""
+        if sys.platform == "linux":
+            # An environment that waits is not to wait longer: Linux adds 50 µs, so as to wake several at once
+            ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, ns
         self.envs = [env_fn() for env_fn in env_fns]
         check_same([spaces_of(env) for env in self.envs])
         space = self.envs[0].observation_space

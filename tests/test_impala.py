@@ -228,7 +228,8 @@ def test_at_lag_0_it_is_a2c(script):
         following = returns[t]
     advantage = returns.detach() - value[:-1]
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    loss = (0.25 * advantage.square() - advantage.detach() * log_prob - 0.01 * entropy)[rows].mean()
+    bonus = played.agent.args.ent_coef * entropy
+    loss = (0.25 * advantage.square() - advantage.detach() * log_prob - bonus)[rows].mean()
     ours, _ = Played(script).loss()
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
@@ -460,6 +461,10 @@ def cluster():
         import ray
         from ray.cluster_utils import Cluster
 
+        patch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+        from ray_vector_env import reread_environment
+
+        reread_environment()  # a test before may have had Ray with other settings in this process
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
         cluster.actors_node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)

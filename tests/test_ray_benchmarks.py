@@ -329,6 +329,12 @@ def test_calls_out_of_order(ray, made):
             call()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's timer slack")
+def test_environments_that_sleep_wake_in_time(ray, made):
+    (actor,) = made(CARTPOLES[:1], 1).actors
+    assert ray.get(actor.__ray_call__.remote(lambda actor: Path("/proc/self/timerslack_ns").read_text())) == "1\n"
+
+
 def pids_of(ray, envs):
     return ray.get([actor.__ray_call__.remote(lambda actor: os.getpid()) for actor in envs.actors])
 
