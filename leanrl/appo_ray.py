@@ -840,7 +840,7 @@ def ray_session(args: Args) -> Iterable[None]:
     try:
         if is_own:
             ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # on a machine that is too busy Ray raises just that
         flag = "ray_address" if args.ray_address else "num_actors"
         fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
     finally:

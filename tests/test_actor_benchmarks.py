@@ -60,7 +60,6 @@ def test_faults_that_cannot_be_measured(capsys, args, words):
 
 def test_a_killed_actor_comes_back(tmp_path, capsys):
     """A short measurement as it is, with a kill."""
-    pytest.importorskip("ray")
     args = {"script": "impala_ray", "num_actors": 2, "interval": 2.0, "kills": 1, "repeats": 1, "flags": "--no-cuda"}
     ray_faults.main(ray_faults.Args(**args, output=tmp_path / "faults.json"))
     result = json.loads((tmp_path / "faults.json").read_text())

@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -452,7 +453,6 @@ def test_resume_goes_on(launch, monkeypatch, script):
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine: the learner's node, which has no place for actors, and one with two places."""
-    pytest.importorskip("ray")
     settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "LEANRL_TEST_LEARNER": str(os.getpid())}
     settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
@@ -557,6 +557,17 @@ def test_an_environment_that_never_starts_ends_the_run(launch, cluster, name):
     assert run.error.code.startswith("error: every actor fails time and again") and "the emulator" in run.error.code
 
 
+def test_an_actor_for_which_there_is_no_processor(launch, cluster, taken, monkeypatch):
+    """The two that have one go on; why the third does not start is said."""
+    monkeypatch.setattr(importlib.import_module("impala_ray"), "PATIENCE", 1)
+    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 60_000, "--actor-timeout", 3)
+    run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0")
+    summary = check_ledger(run, taken)
+    assert summary["status"] == "finished" and summary["fragments_lost"] == 0 and len({s[0] for s in taken}) == 2
+    cause = r"actor \d does not start: no answer for 4 s \(--actor-timeout and 1 more\); 0 of 2 CPUs are free"
+    assert re.search(cause, run.err), run.err
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch, lag):
     """Those of two versions are of a process that is gone, on another node than the actors are."""
@@ -632,6 +643,22 @@ def processes_of(session):
     """The processes of a session, by number."""
     stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
     return [int(stat.split()[0]) for stat in stats if stat.rpartition(")")[2].split()[3] == str(session)]
+
+
+@pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
+def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, script):
+    import ray
+
+    def init(**_):
+        raise Exception("The current node timed out during startup.\nMore of that.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    module = importlib.import_module(script)
+    with pytest.raises(SystemExit) as error, module.ray_session(module.Args(num_actors=1)):
+        pass
+    line = "error: --num-actors 1: Ray can't start there (The current node timed out during startup.)\n"
+    assert error.value.code == 2 and capsys.readouterr().err == line
 
 
 def test_nothing_is_left_behind(start, tmp_path):

@@ -52,6 +52,8 @@ def test_one_task_and_cell(capsys):
     )
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) == len(SEEDS) and all("--cell gru" in line and "TMaze30-v0" in line for line in lines)
+    memory_learning.main(memory_learning.Args(seeds=(2,), dry_run=True, results=Path("nowhere")))
+    assert all(line.endswith("--seed 2") for line in capsys.readouterr().out.splitlines()[1:])
 
 
 @pytest.mark.parametrize(("flag", "value"), [("task", "T-maze 7"), ("cell", "elman")])

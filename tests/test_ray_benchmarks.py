@@ -35,15 +35,12 @@ import speed  # noqa: E402
 import tables  # noqa: E402
 from ray_vector_env import RayVectorEnv, running_ray  # noqa: E402
 
-needs_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="needs requirements/requirements-ray.txt")
 AUTH = {"RAY_AUTH_MODE": "token"}  # with a secret that ray_vector_env.py makes up: other users of the machine stay out
 
 
 @pytest.fixture(scope="module")
 def ray():
     """Ray with 4 cores to give away, for the tests of this file; and its API."""
-    if not importlib.util.find_spec("ray"):
-        pytest.skip("needs requirements/requirements-ray.txt")
     os.environ |= AUTH
     before = sorted(os.listdir("/dev/shm"))
     variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
@@ -514,7 +511,6 @@ def program(tmp_path):
         shutil.rmtree(each.temporary, ignore_errors=True)
 
 
-@needs_ray
 def test_the_benchmark_from_end_to_end(program, tmp_path):
     output = tmp_path / "new" / "result.json"
     flags = ("--actors", 0, "--nodes", 2, "--cores-per-node", 1, "--durations", 0.001, "--steps", 1, 5, 2000)
@@ -541,7 +537,6 @@ def run_text(folder):
     return (folder / "out").read_text()
 
 
-@needs_ray
 def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
     output = tmp_path / "result.json"
     flags = ("--actors", 1, "--nodes", "--durations", 0.001, "--steps", 1, "--repeats", 100000, "--seconds", 0.01)
@@ -556,7 +551,6 @@ def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
     assert "stopped; the runs so far: " in run_text(tmp_path)
 
 
-@needs_ray
 def test_agent_and_observers_in_ray(program, tmp_path):
     """One run, and another one in which the agent is killed."""
     flags = ("--transport", "ray", "--world-size", 4, "--episodes", 2, "--episode-steps", 10)
@@ -585,7 +579,6 @@ def title(pid):
     return ""
 
 
-@needs_ray
 def test_nothing_outlives_a_killed_coordinator_of_ray(program, tmp_path):
     run = program(
         "agent_observer", "--transport", "ray", "--world-size", 3, "--output-file-path", tmp_path / "report.json"
