@@ -7,9 +7,11 @@
 
 As in the issue, a step of an environment sleeps for a given duration and nothing learns, and each core has one
 environment: here an actor of benchmarks/ray_vector_env.py. Efficiency is SPS (steps/s of all actors) × duration /
-actors: what a sleep lasts too long counts against it, and how long the steps lasted is recorded. Asleep, an actor needs
-no core, so that one machine can hold the actors of many cores; what it can't do is wake them all at once. A cell during
-which the machine's cores were more than 90 % busy is marked as saturated. Every figure says how it came about:
+actors. A sleep ends late by some 50 µs, whatever Ray does: what it is late by is taken off the next one, up to 100 µs,
+and the rest, the wait for a core, counts against the efficiency; how long steps lasted and how late sleeps ended is
+recorded. Asleep, an actor needs no core, so that one machine can hold the actors of many cores; what it can't do is
+wake them all at once. A cell during which the machine's cores were more than 90 % busy is marked as saturated. Every
+figure says how it came about:
 
     measured    actors on this machine, in one Ray node
     simulated   the same on several Ray nodes, all on this machine (ray.cluster_utils.Cluster), whose few cores do the
@@ -22,8 +24,8 @@ An actor takes K steps a call. In `lockstep` the driver waits for a call of ever
     lockstep          K · (d + s) + A · c
     double-buffered   max(K · (d + s), A · c)
 
-where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the sleep that lasts too
-long, the vector environment, the policy). Both are fitted to the cells of each kind of cluster, those of each mode and
+where c, the cost of a call, is the driver's, and s is what a step takes beyond its duration (the wait for a core, the
+vector environment, the policy). Both are fitted to the cells of each kind of cluster, those of each mode and
 those of both, by least squares of the relative error; the RMS of that is given, and the largest. On one machine the
 actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small. Saturated
 cells are left out of the fit.
@@ -72,6 +74,7 @@ from speed import (
 
 MODES = {"lockstep": 1, "double-buffered": 2}  # calls of each actor in flight
 PUBLISHED = RESULTS / "reference_tianshou_1172.json"
+TIMER_ERROR = 1e-4  # seconds by which a sleep may be too long without the actor having waited for a core
 ACTOR_BYTES = 120e6  # resident, to refuse what can't fit
 SATURATED = 0.9  # of the machine's cores: what a busier cell measures is the machine
 COLOURS = ("#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#56b4e9", "#7f7f7f", "#000000")
@@ -109,25 +112,35 @@ class Args:
 
 # ---- In the actors ----
 class Sleeping(gym.Env):
-    """Steps sleep for reset's options["duration"] seconds; its episodes never end."""
+    """Steps last reset's options["duration"] seconds, asleep; its episodes never end.
+
+    What a sleep lasts too long is taken off the next one, up to TIMER_ERROR: that much the clock's interrupt and waking
+    up need. Later than that, the actor had no core.
+    """
 
     action_space = gym.spaces.Discrete(2)
 
     def __init__(self, observation_size: int):
         self.observation_space = gym.spaces.Box(-1, 1, (observation_size,), np.float32)
         self.observation, self.duration = np.zeros(observation_size, np.float32), 0.0
+        self.begin()
+
+    def begin(self) -> None:
         self.seconds, self.count = 0.0, 0  # of all steps since the last reset
+        self.owed, self.late = 0.0, 0.0  # seconds: to take off the next sleep, and by which all sleeps were too long
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
         self.duration = (options or {}).get("duration", self.duration)
-        self.seconds, self.count = 0.0, 0
+        self.begin()
         return self.observation, {}
 
     def step(self, action: int):
-        started = time.perf_counter()
-        time.sleep(self.duration)
-        self.seconds, self.count = self.seconds + time.perf_counter() - started, self.count + 1
+        asked, started = max(0.0, self.duration - self.owed), time.perf_counter()
+        time.sleep(asked)
+        lasted = time.perf_counter() - started
+        self.seconds, self.count, self.late = self.seconds + lasted, self.count + 1, self.late + lasted - asked
+        self.owed = min(TIMER_ERROR, self.owed + lasted - self.duration)
         return self.observation, 0.0, False, False, {}
 
 
@@ -138,9 +151,9 @@ def act(observations: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return FIRST_ACTION  # an actor has one environment
 
 
-def steps_of(actor: object) -> tuple[float, int]:
-    """Seconds that an actor's steps have lasted since its last reset, and how many they were."""
-    return sum(env.seconds for env in actor.envs), sum(env.count for env in actor.envs)
+def steps_of(actor: object) -> tuple[float, float, int]:
+    """Since an actor's last reset: seconds that its steps lasted, seconds that its sleeps were too long, and steps."""
+    return tuple(sum(getattr(env, name) for env in actor.envs) for name in ("seconds", "late", "count"))
 
 
 def memory_of(actor: object, modules: Sequence[str] = ()) -> dict[str, int]:
@@ -186,12 +199,12 @@ def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds:
     return figures | {"driver_cpu_per_call": cpu / rounds / len(envs.actors)}
 
 
-def step_seconds(envs: RayVectorEnv) -> float:
-    """Mean seconds that a step has lasted since the last reset."""
+def mean_step(envs: RayVectorEnv) -> dict[str, float]:
+    """Mean seconds that a step has lasted since the last reset, and by which its sleep was too long."""
     import ray
 
-    seconds, counts = zip(*ray.get([actor.__ray_call__.remote(steps_of) for actor in envs.actors]))
-    return sum(seconds) / sum(counts)
+    seconds, late, counts = zip(*ray.get([actor.__ray_call__.remote(steps_of) for actor in envs.actors]))
+    return {"step_seconds": sum(seconds) / sum(counts), "late_seconds": sum(late) / sum(counts)}
 
 
 def memory(envs: RayVectorEnv) -> dict:
@@ -246,8 +259,8 @@ def measure_all(args: Args, result: dict, output: Path) -> None:
                         load = round(os.getloadavg()[0], 2)
                         run = cluster.about() | {"duration": duration, "steps": steps, "mode": mode, "repeat": repeat}
                         run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
-                        run["step_seconds"] = step_seconds(envs)
-                        result["runs"].append(run | {"status": "finished"})
+                        run |= mean_step(envs) | {"status": "finished"}
+                        result["runs"].append(run)
                         write(result, output)
                         share = run["sps"] * duration / cluster.actors
                         about = f"{repeat} of {args.repeats}: {duration:g} s, K = {steps:,}, {mode}"
@@ -334,7 +347,7 @@ def summarise(runs: Sequence[Mapping]) -> list[dict]:
         line["efficiency"] = line["sps_per_core"] * line["duration"]
         shares = [run["sps"] * line["duration"] / line["actors"] for run in own]
         line |= {"efficiency_min": min(shares), "efficiency_max": max(shares)}
-        for key in ("driver_cpu_per_call", "step_seconds", "cores_busy"):
+        for key in ("driver_cpu_per_call", "step_seconds", "late_seconds", "cores_busy"):
             line[key] = statistics.median(run[key] for run in own)
         lines.append(line)
     return lines
@@ -374,17 +387,20 @@ def microseconds(seconds: float) -> str:
 
 
 def scaling_table(result: Mapping) -> Table:
-    """Each cell that was measured: how long steps lasted, and SPS, SPS per core and efficiency in each mode."""
+    """Each cell that was measured: how long steps lasted, by how much sleeps were too long, and what came of it."""
     by_cell = {}
     for line in result["medians"]:
         by_cell.setdefault(tuple(line[key] for key in KEYS[:-1]), {})[line["mode"]] = line
-    header = ["", "nodes", "actors", "step, s", "K", "steps last, ms"]
+    header = ["", "nodes", "actors", "step, s", "K", "steps last, ms", "sleeps late by, µs"]
     for mode in MODES:
         header += [f"{mode}: SPS", "SPS per core", "efficiency"]
     rows = []
     for (kind, nodes, actors, duration, steps), modes in by_cell.items():
-        lasted = statistics.fmean(line["step_seconds"] for line in modes.values())
+        lasted, late = (
+            statistics.fmean(line[key] for line in modes.values()) for key in ("step_seconds", "late_seconds")
+        )
         rows.append([kind, str(nodes), str(actors), f"{duration:g}", f"{steps:,}", show(lasted * 1e3)])
+        rows[-1].append(microseconds(late))
         for mode in MODES:
             if line := modes.get(mode):
                 share = percent(line["efficiency"]) + "†" * (line["cores_busy"] > SATURATED)
@@ -464,8 +480,9 @@ TITLES = {
 CAPTIONS = {
     "ray_scaling": "Medians of {turns}. SPS: steps/s of all actors; efficiency: SPS × step / actors, with the step that"
     " was asked for, not the one that it lasted; core: one sleeping actor. Steps sleep, on Linux without the 50 µs of"
-    " timer slack (PR_SET_TIMERSLACK). Measured: one Ray node; simulated: several nodes, all of them on one machine,"
-    " without a network. †: the machine's own cores were more than 90 % busy.",
+    " timer slack (PR_SET_TIMERSLACK); what a sleep is late by, up to 100 µs, is taken off the next. Measured: one Ray"
+    " node; simulated: several nodes, all of them on one machine, without a network. †: the machine's own cores were"
+    " more than 90 % busy.",
     "ray_fit": "Fitted to the cells of the table above. A round of a call of each of A actors takes K · (d + s) + A · c"
     " in lockstep, and max(K · (d + s), A · c) double-buffered. Errors of the model, relative to what was measured:"
     " RMS over all cells, over those below 95 % efficiency, and the largest. The driver's CPU: median of what a call"

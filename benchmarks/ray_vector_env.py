@@ -238,26 +238,46 @@ class Actor:
             self.over[i] = False
         return self.observations, infos
 
-    def advance(self, actions: np.ndarray, observations: np.ndarray, log: list, infos: list | None = None) -> None:
-        """A step of each environment with actions [M, …]; fills observations [M, …].
+    def advance(
+        self,
+        actions: Sequence[np.ndarray],
+        observations: Sequence[np.ndarray],
+        policy: Policy | None = None,
+        infos: list | None = None,
+    ) -> list[tuple]:
+        """Steps of all environments, one with each of K actions [M, …], which a policy, if there is one, fills first.
 
-        Rewards with both kinds of ends go to a list, as do infos if there is one for them.
+        Each of K + 1 observations [M, …] but the first is filled by a step; infos are added to the list that is given.
+        Returns the K × M rewards, each with both kinds of ends. What goes on between two steps is all in this function:
+        an environment that sleeps or waits leaves caches full of something else, into which each would be loaded anew.
         """
-        over = self.over
-        for i, env in enumerate(self.envs):
-            if over[i]:
-                observations[i], info = env.reset()
-                reward, terminated, truncated = 0.0, False, False
-            else:
-                observations[i], reward, terminated, truncated, info = env.step(actions[i])
-            over[i] = terminated or truncated
-            log.append((reward, terminated, truncated))
-            if infos is not None:
-                infos.append(info)
+        over, generator, log, kind = self.over, self.generator, [], None
+        envs, shape = list(enumerate(self.envs)), (len(self.envs), *self.envs[0].action_space.shape)
+        for own, observed, row in zip(actions, observations, observations[1:]):
+            if policy is not None:
+                selected = policy(observed, generator)
+                if type(selected) is not np.ndarray:
+                    selected = np.asarray(selected)
+                if selected.dtype is not kind or selected.shape != shape:
+                    own[...] = check_actions(selected, own)
+                    kind = selected.dtype
+                else:
+                    own[...] = selected
+            for i, env in envs:
+                if over[i]:
+                    row[i], info = env.reset()
+                    reward, terminated, truncated = 0.0, False, False
+                else:
+                    row[i], reward, terminated, truncated, info = env.step(own[i])
+                over[i] = terminated or truncated
+                log.append((reward, terminated, truncated))
+                if infos is not None:
+                    infos.append(info)
+        return log
 
     def step(self, actions: np.ndarray) -> tuple:
-        log, infos = [], []
-        self.advance(np.array(actions), self.observations, log, infos)
+        infos = []
+        log = self.advance([np.array(actions)], [self.observations] * 2, infos=infos)
         rewards, terminations, truncations = np.array(log, np.float64).T
         return self.observations, rewards, terminations.astype(bool), truncations.astype(bool), infos
 
@@ -267,8 +287,7 @@ class Actor:
         """Takes steps with actions [K, M, …], or K steps with those of the policy: each that of the last call if None.
 
         Returns the K + 1 observations, the actions or None for those that were given, the rewards, and in one array
-        [3, K, M] terminations, truncations and resets. What a step leaves behind it is put together after all of them:
-        an environment that sleeps or waits finds the processor's caches full of something else.
+        [3, K, M] terminations, truncations and resets.
         """
         count, is_given, space = len(self.envs), actions is not None, self.envs[0].action_space
         if is_given:
@@ -278,22 +297,9 @@ class Actor:
             self.steps = steps = self.steps if steps is None else steps
             actions = np.empty((steps, count, *space.shape), space.dtype)
         observations = np.empty((steps + 1, *self.observations.shape), self.observations.dtype)
-        flags, log, generator, kind = np.empty((3, steps, count), bool), [], self.generator, None
+        flags = np.empty((3, steps, count), bool)
         observations[0], flags[2, 0] = self.observations, self.over
-        # As lists of rows: iterating is cheaper than indexing
-        rows, own_actions = list(observations), list(actions)
-        for t in range(steps):
-            own = own_actions[t]
-            if not is_given:
-                selected = np.asarray(policy(rows[t], generator))
-                if selected.dtype is not kind:
-                    own[...] = check_actions(selected, own)
-                    kind = selected.dtype
-                elif selected.shape != own.shape:
-                    check_actions(selected, own)
-                else:
-                    own[...] = selected
-            self.advance(own, rows[t + 1], log)
+        log = self.advance(list(actions), list(observations), None if is_given else policy)
         rewards, flags[0], flags[1] = np.array(log, np.float64).reshape(steps, count, 3).transpose(2, 0, 1)
         np.logical_or(flags[0, :-1], flags[1, :-1], out=flags[2, 1:])
         self.observations[:] = observations[steps]
