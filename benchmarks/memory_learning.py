@@ -26,6 +26,8 @@ MEMORY = RESULTS / "memory"
 PPO, DQN = "ppo_memory_torchcompile", "dqn_memory_torchcompile"
 CELLS = ("none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm")
 FEW = ("none", "stack", "gru", "mingru", "lru", "ffm")
+GRID = (*FEW, "s5")
+MORE_ENTROPY = "--ent-coef 0.03"
 LENGTHS = (10, 30, 100, 300, 1000)
 SEEDS = (1, 2, 3)
 
@@ -55,8 +57,9 @@ TASKS = {
     "RepeatFirst": Task("benchmarks.cards:RepeatFirstEasy-v0", 600_000, "", 1, -0.5),
     "RepeatPrevious": Task("benchmarks.cards:RepeatPreviousEasy-v0", 1_000_000, "", 1, -0.5, FEW),
     "CartPole without velocities": Task("CartPole-v1", 500_000, "--hide-velocities", 500, None, FEW),
-    # A guess is soon made; that looking back pays is found later, by those that still try something else
-    "MiniGrid-MemoryS7": Task("MiniGrid-MemoryS7-v0", 2_000_000, "--ent-coef 0.03", 0.98, 0.5, (*FEW, "s5")),
+    "MiniGrid-MemoryS7": Task("MiniGrid-MemoryS7-v0", 2_000_000, "", 0.98, 0.5, GRID),
+    # Agents that soon guess never see that looking back pays; with more entropy they go on trying
+    "MiniGrid-MemoryS7, more entropy": Task("MiniGrid-MemoryS7-v0", 2_000_000, MORE_ENTROPY, 0.98, 0.5, GRID),
     "T-maze 30, DQN": Task(f"{MAZE}30-v0", 200_000, "", 1, 0.5, FEW, DQN),
 }
 
@@ -94,12 +97,14 @@ def plan(args: Args) -> list[dict]:
 
 def returns(results: Path) -> dict[tuple[str, str], list[float]]:
     """The mean returns of the last 100 episodes by task and cell, one a seed."""
-    names = {(task.script, task.env_id, "--hide-velocities" in task.flags): name for name, task in TASKS.items()}
+    marks = ("--hide-velocities", MORE_ENTROPY)  # flags in which tasks of one environment differ
+    names = {(task.script, task.env_id, *(mark in task.flags for mark in marks)): name for name, task in TASKS.items()}
     found = {}
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text())
         arguments = result["arguments"]
-        task = names[result["script"], arguments["env_id"], arguments["hide_velocities"]]
+        has_more = arguments.get("ent_coef") == float(MORE_ENTROPY.split()[1])
+        task = names[result["script"], arguments["env_id"], arguments["hide_velocities"], has_more]
         found.setdefault((task, arguments["cell"]), []).append(result["return_last_100"])
     return found
 

@@ -19,6 +19,8 @@ from memory_learning import CELLS, SEEDS, TASKS  # noqa: E402
 def a_result(task: str, cell: str, seed: int, reached: float) -> dict:
     arguments = {"env_id": TASKS[task].env_id, "cell": cell, "seed": seed}
     arguments["hide_velocities"] = "--hide-velocities" in TASKS[task].flags
+    if TASKS[task].script == memory_learning.PPO:
+        arguments["ent_coef"] = 0.03 if "--ent-coef 0.03" in TASKS[task].flags else 0.01
     versions = {"torch": "2.13.0", "python": "3.11.7"}
     about = {"device_name": "A Processor", "threads": 1, "versions": versions}
     return {"script": TASKS[task].script, "arguments": arguments, "return_last_100": reached} | about
@@ -82,6 +84,13 @@ def test_the_table(results):
     assert "`none` | `lru` |" in table and "CartPole" not in table
     assert "From the 12 files" in table and "2 seeds" in table and "A Processor" in table
     assert tables.memory_table(results.parent) == "No results yet: `python benchmarks/memory_learning.py` makes them."
+
+
+def test_tasks_of_one_environment_stay_apart(tmp_path):
+    reached = {"CartPole without velocities": 400.0, "MiniGrid-MemoryS7": 0.5, "MiniGrid-MemoryS7, more entropy": 0.9}
+    for number, (task, value) in enumerate(reached.items()):
+        (tmp_path / f"{number}.json").write_text(json.dumps(a_result(task, "lru", 1, value)))
+    assert memory_learning.returns(tmp_path) == {(task, "lru"): [value] for task, value in reached.items()}
 
 
 def test_the_picture(results, tmp_path, capsys):
