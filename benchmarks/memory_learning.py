@@ -110,7 +110,7 @@ def returns(results: Path) -> dict[tuple[str, str], list[float]]:
 
 
 def draw(args: Args) -> None:
-    """Success by the length of the corridor, and the returns on the other tasks: means, and from worst to best seed."""
+    """Success by the length of the corridor, and the returns on the other tasks: each seed, and means."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -120,24 +120,24 @@ def draw(args: Args) -> None:
         fail(f"--plot: there are no results in {args.results}")
     others = [name for name in TASKS if name not in [f"T-maze {length}" for length in LENGTHS]]
     others = [name for name in others if any(name == task for task, _ in found)]
-    figure = Figure(figsize=(6 + 3 * len(others), 4.5), layout="constrained")
-    grid = figure.add_gridspec(1, 2 + len(others))
-    axes = figure.add_subplot(grid[:2])
+    figure = Figure(figsize=(max(7, 3 * len(others)), 8.5 if others else 4.5), layout="constrained")
+    grid = figure.add_gridspec(2 if others else 1, max(1, len(others)))
+    axes = figure.add_subplot(grid[0, :])
     colours = dict(zip(CELLS, ["#7f7f7f", "#000000", "#e69f00", "#d55e00", "#56b4e9", "#0072b2", "#009e73", "#cc79a7"]))
-    for cell in CELLS:
-        points = [
-            (length, found[f"T-maze {length}", cell]) for length in LENGTHS if (f"T-maze {length}", cell) in found
-        ]
-        if points:
-            x = [length for length, _ in points]
-            axes.plot(x, [statistics.fmean(y) for _, y in points], "o-", color=colours[cell], label=cell)
-            axes.fill_between(x, *zip(*((min(y), max(y)) for _, y in points)), color=colours[cell], alpha=0.12)
+    for number, cell in enumerate(CELLS):
+        reached = {length: found[task] for length in LENGTHS if (task := (f"T-maze {length}", cell)) in found}
+        if reached:
+            x = [length * 1.03 ** (number - (len(CELLS) - 1) / 2) for length in reached]  # side by side
+            means = [statistics.fmean(y) for y in reached.values()]
+            axes.plot(x, means, "_-", color=colours[cell], label=cell, markersize=12, linewidth=1)
+            for place, y in zip(x, reached.values()):
+                axes.plot([place] * len(y), y, "o", color=colours[cell], alpha=0.6, markersize=5)
     axes.set(xscale="log", xlabel="corridor (steps)", ylabel="success", title="T-maze", ylim=(0.35, 1.03))
-    axes.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+    axes.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
     axes.axhline(0.5, color="#bbbbbb", linestyle=":")
     axes.legend(fontsize=8)
     for column, name in enumerate(others):
-        task, axes = TASKS[name], figure.add_subplot(grid[2 + column])
+        task, axes = TASKS[name], figure.add_subplot(grid[1, column])
         for row, cell in enumerate(task.cells):
             y = found.get((name, cell), [])
             axes.plot([row] * len(y), y, "o", color=colours[cell], alpha=0.6)
@@ -146,7 +146,7 @@ def draw(args: Args) -> None:
             if value is not None:
                 axes.axhline(value, color="#bbbbbb", linestyle=":")
         axes.set_xticks(range(len(task.cells)), task.cells, rotation=60)
-        axes.set(title=name, ylabel="return")
+        axes.set(title=name.replace(", ", ",\n"), ylabel="return")
     figure.savefig(args.plot, dpi=150, metadata={"Software": None})
     print(f"success and returns: {args.plot}")
 
