@@ -99,12 +99,12 @@ def returns(results: Path) -> dict[tuple[str, str], list[float]]:
     """The mean returns of the last 100 episodes by task and cell, one a seed."""
     marks = ("--hide-velocities", MORE_ENTROPY)  # flags in which tasks of one environment differ
     names = {(task.script, task.env_id, *(mark in task.flags for mark in marks)): name for name, task in TASKS.items()}
-    found = {}
+    found, more = {}, float(MORE_ENTROPY.split()[1])
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text())
         arguments = result["arguments"]
-        has_more = arguments.get("ent_coef") == float(MORE_ENTROPY.split()[1])
-        task = names[result["script"], arguments["env_id"], arguments["hide_velocities"], has_more]
+        flags = arguments["hide_velocities"], arguments.get("ent_coef") == more
+        task = names[result["script"], arguments["env_id"], *flags]
         found.setdefault((task, arguments["cell"]), []).append(result["return_last_100"])
     return found
 

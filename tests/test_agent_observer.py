@@ -28,8 +28,6 @@ AGENT, OBSERVER = 0, 1  # as the first two processes of a world start
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request):
-    if request.param == "torch_rpc" and not rpc.is_available() and sys.platform != "linux":
-        pytest.skip("this build of PyTorch has no RPC")
     assert agent_observer.why_not(request.param) is None
     return request.param
 

@@ -868,6 +868,11 @@ def test_a_result_is_printed_and_drawn(result, tmp_path, capsys):
     ray_scaling.main(ray_scaling.Args(result=path, plot=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     assert "the issue's clusters: as published, and modelled" in capsys.readouterr().out
+    del result["runs"][0]["late_seconds"]
+    path.write_text(json.dumps(result, default=str))
+    with pytest.raises(SystemExit) as error:
+        ray_scaling.main(ray_scaling.Args(result=path))
+    assert error.value.code == 2 and "an earlier version" in capsys.readouterr().err
     with pytest.raises(SystemExit) as error:
         ray_scaling.plot(result | {"medians": []}, tmp_path / "other.png")
     assert error.value.code == 2 and "--plot: the result has no cell" in capsys.readouterr().err
