@@ -299,6 +299,7 @@ class Actor:
         observations = np.empty((steps + 1, *self.observations.shape), self.observations.dtype)
         flags = np.empty((3, steps, count), bool)
         observations[0], flags[2, 0] = self.observations, self.over
+        # Lists: their rows are made here rather than between the steps
         log = self.advance(list(actions), list(observations), None if is_given else policy)
         rewards, flags[0], flags[1] = np.array(log, np.float64).reshape(steps, count, 3).transpose(2, 0, 1)
         np.logical_or(flags[0, :-1], flags[1, :-1], out=flags[2, 1:])
