@@ -1523,6 +1523,10 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
+            # What was compiled with it may be kept for the next run, until this file changes
+            options |= {
+                "unsafe_marked_cacheable_functions": {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
+            }
             choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
             learn = torch.compile(learn, fullgraph=True, options=options)
         if args.cudagraphs:

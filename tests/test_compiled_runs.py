@@ -84,6 +84,12 @@ def test_nothing_is_compiled_in_the_window(both):
     assert after == before and "graph_break" not in after
 
 
+def test_what_is_compiled_is_kept_for_later_runs(both):
+    """All of it, so that a second run starts warm; torch's counter of what it would not keep."""
+    counters = both[3][0][1]["aot_autograd"]
+    assert "autograd_cache_bypass" not in counters and sum(counters.values()) > 0
+
+
 def test_summary_and_folder(both):
     script, eager, run, _ = both
     updates = {"dqn_torchcompile": 80 // 2, "dqn_memory_torchcompile": 80 // 2, "ppo_torchcompile": 160 // 20 * 4 * 2}
