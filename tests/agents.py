@@ -53,13 +53,15 @@ def pair(script, eager_class, compiled_class, networks, **arguments):
 
 
 def flat(module):
-    """A module's parameters as the compiled scripts keep them: a vector, or a row for each member of a ModuleList.
-
-    Matrices are transposed.
-    """
+    """A module's parameters as the compiled scripts keep them: a vector, or a row for each member of a ModuleList."""
     if isinstance(module, torch.nn.ModuleList):
         return torch.stack([flat(member) for member in module])
-    return torch.cat([(p.mT if p.ndim == 2 else p).detach().flatten() for p in module.parameters()])
+    return flattened(p.detach() for p in module.parameters())
+
+
+def flattened(tensors):
+    """Parameters, or what has their shapes, as a vector: matrices with their longer dimension last."""
+    return torch.cat([(x.mT if x.ndim == 2 and len(x) >= len(x.mT) else x).flatten() for x in tensors])
 
 
 def compile_as_main_does(step, **more):

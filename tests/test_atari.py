@@ -14,7 +14,7 @@ import torch
 import tyro
 
 import probes
-from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat
+from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat, flattened
 from conftest import read_run
 from pools import Counting, Probing
 from ppo_atari_envpool_torchcompile import group_size
@@ -353,8 +353,7 @@ def test_masked_rows_may_hold_anything(garbage, flags):
         results.append({"loss": loss, **logged, "gradient": torch.cat([part.flatten() for part in parts])})
         gradient, (loss, _) = torch.func.grad_and_value(compiled.ppo_loss, has_aux=True)(compiled.network, each)
         torch.testing.assert_close(loss, results[-1]["loss"].detach(), rtol=1e-4, atol=1e-6)
-        own = torch.cat([(part.mT if part.ndim == 2 else part).flatten() for part in parts])
-        torch.testing.assert_close(gradient, own, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(gradient, flattened(parts), rtol=1e-3, atol=1e-5)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(results[2][name], value, rtol=1e-4, atol=1e-6)

@@ -20,7 +20,7 @@ from torch.func import grad_and_value
 import ppo_memory
 import ppo_memory_torchcompile
 import probes  # noqa: F401 - registers them
-from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat
+from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat, flattened
 from environments import HIGH, LOW, Counter, ending_of, length_of, observation_of, reward_of
 from ppo_memory import CELLS, Environments, encode
 from test_checkpoints import assert_equal, resume, untimed
@@ -569,8 +569,7 @@ def loss_and_gradient(agent, batch):
         return loss, logged, gradient
     loss, logged = agent.ppo_loss(agent.network, batch)
     parts = torch.autograd.grad(loss, [*agent.network.parameters()])
-    parts = [part.mT if part.ndim == 2 else part for part in parts]
-    return loss.detach(), logged, torch.cat([part.flatten() for part in parts])
+    return loss.detach(), logged, flattened(parts)
 
 
 def moved(*agents):
@@ -817,7 +816,7 @@ def test_a_compiled_lstm_replayed_with_other_resets():
             outputs = original(*inputs, reset)
             value = outputs[0].square().mean() + outputs[1].sin().mean()
             parts = torch.autograd.grad(value, [*original.parameters(), *inputs])
-        theirs = [torch.cat([(part.mT if part.ndim == 2 else part).flatten() for part in parts[:-2]]), *parts[-2:]]
+        theirs = [flattened(parts[:-2]), *parts[-2:]]
         for our, their in zip([*ours, *gradients], [*outputs, *theirs], strict=True):
             torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)
         results.append(ours[0].clone())
