@@ -649,7 +649,7 @@ class ReplayRing:
 class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
 
-    A matrix lies in it with its longer dimension last: the products with thin ones are several times as fast so.
+    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
     """
 
     def __init__(self, module: nn.Module):
@@ -755,7 +755,7 @@ class CompiledDQNAgent(nn.Module):
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
         self.host_network = torch.zeros(len(self.q_network), pin_memory=device.type == "cuda")
         layers = [layer.numpy().T for layer in self.q_module.split(self.host_network)]
-        # Biases as rows: NumPy is faster at adding equal shapes than at broadcasting
+        # Biases as rows, which NumPy need not broadcast to a single environment's
         self.host_layers = [(weight, bias[None]) for weight, bias in zip(layers[::2], layers[1::2], strict=True)]
         self.is_stale = True
 

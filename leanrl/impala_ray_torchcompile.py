@@ -1078,7 +1078,7 @@ def stacked_frames(is_new: np.ndarray, stack: int) -> np.ndarray:
 class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
 
-    A matrix lies in it with its longer dimension last: the products with thin ones are several times as fast so.
+    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
     """
 
     def __init__(self, module: nn.Module):

@@ -1254,7 +1254,7 @@ class Rollout:
 class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
 
-    A matrix lies in it with its longer dimension last: the products with thin ones are several times as fast so.
+    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
     """
 
     def __init__(self, module: nn.Module):
@@ -1518,7 +1518,7 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
-            # What was compiled with it may be kept for the next run, until this file changes
+            # Else torch keeps no graph with it for the next run, which it may, until this file changes
             options |= {
                 "unsafe_marked_cacheable_functions": {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
             }

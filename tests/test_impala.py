@@ -572,7 +572,7 @@ def test_an_actor_for_which_there_is_no_processor(launch, cluster, taken, monkey
         return fragment
 
     monkeypatch.setattr(module.Fleet, "take", take)
-    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**7, "--actor-timeout", 60)
+    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 2 * 10**6, "--actor-timeout", 60)
     run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0")
     summary = check_ledger(run, taken)
     assert summary["status"] == "finished" and summary["fragments_lost"] == 0 and len({s[0] for s in taken}) == 2
