@@ -8,7 +8,7 @@
 Actors play with weights that may be some versions old, and send fragments of what they did. V-trace (Espeholt et al.
 2018) corrects their advantages for what the learner's policy would have done; PPO's ratios then count from that
 policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/abs/2110.00641). Without lag it is PPO.
-This is the eager reference; `appo_ray_torchcompile.py` is the same algorithm at full speed.
+`appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
     python leanrl/appo_ray.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --fragment-length 512 \

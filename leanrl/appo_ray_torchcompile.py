@@ -8,7 +8,7 @@
 Actors play with weights that may be some versions old, and send fragments of what they did. V-trace (Espeholt et al.
 2018) corrects their advantages for what the learner's policy would have done; PPO's ratios then count from that
 policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/abs/2110.00641). Without lag it is PPO.
-This is `appo_ray.py` at full speed: one graph is a minibatch's update; actors act as there.
+`appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
     python leanrl/appo_ray_torchcompile.py --compile --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 \
@@ -22,7 +22,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 
 import collections
 import contextlib
-import copy
 import difflib
 import fcntl
 import functools
@@ -57,7 +56,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -1211,7 +1209,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -1249,27 +1247,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -1287,11 +1284,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledAPPOAgent(nn.Module):
-    """The network, its optimiser, and the update on it; with continuous actions also statistics to normalise by.
+    """The network, its optimiser, and the update on it; with continuous actions also statistics to normalise by."""
 
-    The steps that `main` compiles and captures (`prepare` and `update`) take no tensor and return none: they work on
-    tensors of fixed address, so that a captured graph is replayed without copies.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address.
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int | tuple[int], device: torch.device):
         super().__init__()
@@ -1314,9 +1310,7 @@ class CompiledAPPOAgent(nn.Module):
         shapes["action"] = actions if self.is_continuous else ()
         self.rows = {name: torch.zeros(size, *rest, device=device) for name, rest in shapes.items()}
         self.rows["observation"] = torch.zeros(size, *shape, device=device, dtype=dtype)
-        minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
-        self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
-        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -1374,8 +1368,9 @@ class CompiledAPPOAgent(nn.Module):
         policy, log_std, value = self.policy_and_value(network, observation)
         return *log_prob_and_entropy(policy, log_std, action), value
 
+    @torch.no_grad()
     def prepare(self) -> None:
-        """Estimates the advantages of the policy as it is before the update, and draws the minibatches.
+        """Estimates the advantages of the policy as it is before the update, and makes it all a batch of [T * N].
 
         They are V-trace's targets less the values: without lag, the generalised advantage estimates of that λ.
         """
@@ -1396,9 +1391,6 @@ class CompiledAPPOAgent(nn.Module):
         rows |= {"log_prob": log_prob} | {name: tensor.flatten() for name, tensor in estimates.items()}
         for name, tensor in rows.items():
             self.rows[name].copy_(tensor)
-        order = torch.rand(args.update_epochs, len(log_prob), device=self.device).argsort(1)
-        self.order.copy_(order.view(self.order.shape))
-        self.turn.zero_()
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""
@@ -1432,11 +1424,9 @@ class CompiledAPPOAgent(nn.Module):
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
     def update(self) -> None:
-        """One step of the optimiser on the next minibatch."""
-        chosen = self.order.index_select(0, self.turn).squeeze(0)
-        self.turn.copy_((self.turn + 1) % len(self.order))
-        batch = {name: tensor[chosen] for name, tensor in self.rows.items()}
-        gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
+        """One step of the optimiser on the rows of the batch that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.rows.items()}
+        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
             self.losses[name].copy_(tensor.detach())
@@ -1457,7 +1447,6 @@ def shapes(args: Args) -> tuple[tuple[int, ...], int | tuple[int]]:
     return env.observation_space.shape, int(env.action_space.n)
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     if args.ray_address is not None and not args.num_actors:
@@ -1474,7 +1463,7 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledAPPOAgent(args, shape, actions, device)
 
-    build = functools.partial(make_actor_critic, shape, actions)
+    build, rows = functools.partial(make_actor_critic, shape, actions), args.num_envs * args.fragment_length
     if agent.is_continuous:
         recipe = (BoundedEnvironments, build, act_continuous)
     else:
@@ -1512,7 +1501,9 @@ def main(args: Args) -> None:
             agent.batch.upload()
             prepare()
             for _ in range(args.update_epochs):
-                for _ in range(args.num_minibatches):
+                order = torch.randperm(rows * args.batch_fragments, device=device)
+                for chosen in order.chunk(args.num_minibatches):
+                    agent.minibatch.copy_(chosen)
                     update()
                     run.updates += 1
                 if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:

@@ -6,7 +6,7 @@
 
 An off-policy method for discrete actions: a network learns every action's value from replayed transitions, towards
 targets from a copy of itself that is renewed now and then. It acts greedily, but at random with a falling chance ε.
-This is the eager reference; `dqn_torchcompile.py` is the same algorithm at full speed.
+`dqn.py` is the eager reference, to be read first; `dqn_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn.py --env-id CartPole-v1 --seed 1
 

@@ -8,7 +8,7 @@ A sequence model runs over the consecutive episodes of each environment, its sta
 slices of consecutive rows that may cross the ends of episodes: no padding. Each is learned from the state that the
 memory had before it when it was seen, or from zero, in both cases brought up to date over its first --burn-in rows
 (R2D2's section 3); episodes longer than a slice need the former. Targets are those of double DQN.
-This is the eager reference; `dqn_memory_torchcompile.py` is the same algorithm at full speed.
+`dqn_memory.py` is the eager reference, to be read first; `dqn_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
 

@@ -9,7 +9,7 @@ A sequence model runs over the consecutive episodes of each environment, its sta
 slices of consecutive rows that may cross the ends of episodes: no padding. Each is learned from the state that the
 memory had before it when it was seen, or from zero, in both cases brought up to date over its first --burn-in rows
 (R2D2's section 3); episodes longer than a slice need the former. Targets are those of double DQN.
-This is the script at full speed; `dqn_memory.py` is the same algorithm in plain PyTorch, to be read first.
+`dqn_memory.py` is the eager reference, to be read first; `dqn_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
@@ -19,7 +19,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 """
 
 import contextlib
-import copy
 import difflib
 import fcntl
 import importlib.metadata
@@ -51,7 +50,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -1320,7 +1318,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -1358,27 +1356,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -1396,11 +1393,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledMemoryDQNAgent(nn.Module):
-    """The network and its memory of every environment, its target, its optimiser, the replay, and the update.
+    """The network and its memory of every environment, its target, its optimiser, the replay, and the update."""
 
-    The steps that `main` compiles and captures (`choose` and `learn`) take no tensor and return none: they work on
-    tensors of fixed address, so that a captured graph is replayed without copies.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
@@ -1484,18 +1480,18 @@ class CompiledMemoryDQNAgent(nn.Module):
 
     def update(self, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser."""
-        gradient, (loss, q_value) = grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
+        gradient, (loss, q_value) = torch.func.grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
         self.optimizer.step(
             self.q_network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
         )
         self.losses["td_loss"].copy_(loss.detach())
         self.losses["q_value"].copy_(q_value.detach())
 
+    @torch.no_grad()
     def update_target(self) -> None:
         self.target_network.lerp_(self.q_network, self.args.tau)
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     check_slices(args)

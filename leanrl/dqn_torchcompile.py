@@ -7,7 +7,7 @@
 
 An off-policy method for discrete actions: a network learns every action's value from replayed transitions, towards
 targets from a copy of itself that is renewed now and then. It acts greedily, but at random with a falling chance ε.
-This is `dqn.py` at full speed: one graph an update, the parameters one flat vector, acting in NumPy on the host.
+`dqn.py` is the eager reference, to be read first; `dqn_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 
@@ -16,7 +16,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 """
 
 import contextlib
-import copy
 import difflib
 import fcntl
 import importlib.metadata
@@ -48,7 +47,6 @@ import torch.nn.functional as F
 import tyro
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -566,9 +564,8 @@ class ReplayRing:
             if self.oldest > max(self.added - self.capacity, 0):
                 warnings.warn("more truncations than there are copies for shorten the replay", stacklevel=2)
             self.owners[copied], self.truncations = self.added, self.truncations + 1
-        for column, value in zip(
-            self.columns, (observation, next_observation, action, reward, terminated), strict=True
-        ):
+        transition = (observation, next_observation, action, reward, terminated)
+        for column, value in zip(self.columns, transition, strict=True):
             column[self.filled] = value
         self.integers[self.filled, :2] = self.added % self.slots, next_slot
         self.filled, self.added = self.filled + 1, self.added + 1
@@ -590,9 +587,8 @@ class ReplayRing:
     def put(self, slot, next_slot, observation, next_observation, action, reward, terminated) -> None:
         """Puts transitions into these slots; [N], [N], and the rest [N, ...]."""
         self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
-        for field, value in zip(
-            self.fields.values(), (observation, action, reward, terminated, next_slot), strict=True
-        ):
+        values = (observation, action, reward, terminated, next_slot)
+        for field, value in zip(self.fields.values(), values, strict=True):
             field[slot] = value.view(-1, *field.shape[1:]).to(field.dtype)  # over the next: an episode may have begun
 
     def draw(self, coming: int = 0) -> torch.Tensor:
@@ -661,7 +657,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -699,27 +695,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -737,12 +732,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledDQNAgent(nn.Module):
-    """The network, its target, its optimiser, and the update on them.
+    """The network, its target, its optimiser, and the update on them."""
 
-    The step that `main` compiles and captures (`learn`) takes no tensor and returns none: it works on tensors of fixed
-    address, so that a captured graph is replayed without copies. A network this small acts on the host, in NumPy:
-    no transfer and no compiled call for each step.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address. A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
@@ -789,16 +782,16 @@ class CompiledDQNAgent(nn.Module):
 
     def update(self, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser."""
-        gradient, (loss, q_value) = grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
+        gradient, (loss, q_value) = torch.func.grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
         self.optimizer.step(self.q_network, gradient)
         self.losses["td_loss"].copy_(loss.detach())
         self.losses["q_value"].copy_(q_value.detach())
 
+    @torch.no_grad()
     def update_target(self) -> None:
         self.target_network.lerp_(self.q_network, self.args.tau)
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     random.seed(args.seed)

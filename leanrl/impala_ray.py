@@ -7,7 +7,7 @@
 
 Actors play with weights that may be some versions old, and send fragments of what they did. The learner corrects, by
 clipped ratios of probabilities, for what its own policy would have done, and makes one update of an actor-critic.
-This is the eager reference; `impala_ray_torchcompile.py` is the same algorithm at full speed.
+`impala_ray.py` is the eager reference, to be read first; `impala_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/impala_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
 

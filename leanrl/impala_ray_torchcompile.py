@@ -7,7 +7,7 @@
 
 Actors play with weights that may be some versions old, and send fragments of what they did. The learner corrects, by
 clipped ratios of probabilities, for what its own policy would have done, and makes one update of an actor-critic.
-This is `impala_ray.py` at full speed: one graph is the learner's update; actors act as there.
+`impala_ray.py` is the eager reference, to be read first; `impala_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
 
@@ -19,7 +19,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 
 import collections
 import contextlib
-import copy
 import difflib
 import fcntl
 import functools
@@ -54,7 +53,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -1090,7 +1088,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -1128,27 +1126,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -1166,11 +1163,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledIMPALAAgent(nn.Module):
-    """The network, its optimiser, and the update on it.
+    """The network, its optimiser, and the update on it."""
 
-    The step that `main` compiles and captures, `update`, takes no tensor and returns none: it works on tensors of fixed
-    address, so that a captured graph is replayed without copies.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address.
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int, device: torch.device):
         super().__init__()
@@ -1231,7 +1227,8 @@ class CompiledIMPALAAgent(nn.Module):
 
     def update(self) -> None:
         """One step of the optimiser on the batch."""
-        gradient, (_, logged) = grad_and_value(self.impala_loss, has_aux=True)(self.network, self.batch.tensors)
+        differentiate = torch.func.grad_and_value(self.impala_loss, has_aux=True)
+        gradient, (_, logged) = differentiate(self.network, self.batch.tensors)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
             self.losses[name].copy_(tensor.detach())
@@ -1246,7 +1243,6 @@ def shape_and_actions(args: Args) -> tuple[tuple[int, ...], int]:
     return env.observation_space.shape, int(env.action_space.n)
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     if args.ray_address is not None and not args.num_actors:

@@ -6,7 +6,7 @@
 
 An on-policy method: the policy collects a rollout, generalised advantages say which actions were better than the critic
 had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
-This is the eager reference; `ppo_torchcompile.py` is the same algorithm at full speed.
+`ppo.py` is the eager reference, to be read first; `ppo_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo.py --env-id CartPole-v1 --seed 1
 
@@ -522,6 +522,17 @@ class Rollout:
             tensor.copy_(host, non_blocking=True)
 
 
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
 # ---- Agent ----
 class PPOAgent(nn.Module):
     """The networks, their optimiser, and the update on them."""
@@ -563,9 +574,7 @@ class PPOAgent(nn.Module):
         _, next_value = self.policy_and_value(self.network, rollout["next_observation"])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
         not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = target - value
-        for t in reversed(range(args.num_steps - 1)):
-            advantage[t] += args.gamma * args.gae_lambda * not_done[t] * advantage[t + 1]
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
         batch = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
         batch |= {"advantage": advantage, "return": advantage + value}
         self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}

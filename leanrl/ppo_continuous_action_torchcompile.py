@@ -7,7 +7,7 @@
 
 An on-policy method: the policy collects a rollout, generalised advantages say which actions were better than the critic
 had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
-This is `ppo_continuous_action.py` at full speed: graphs prepare a rollout and make an update, NumPy acts on the host.
+`ppo_continuous_action.py` is the eager reference; `ppo_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
@@ -16,7 +16,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 """
 
 import contextlib
-import copy
 import difflib
 import fcntl
 import importlib.metadata
@@ -46,7 +45,6 @@ import torch
 import torch.nn as nn
 import tyro
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -612,7 +610,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -650,27 +648,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -688,12 +685,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledContinuousPPOAgent(nn.Module):
-    """The networks, their optimiser, and the update on them.
+    """The networks, their optimiser, and the update on them."""
 
-    The steps that `main` compiles and captures (`prepare` and `update`) take no tensor and return none: they work on
-    tensors of fixed address, so that a captured graph is replayed without copies. A network this small acts on the
-    host, in NumPy: no transfer and no compiled call for each step.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address. A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         super().__init__()
@@ -714,9 +709,7 @@ class CompiledContinuousPPOAgent(nn.Module):
         size = args.num_steps * args.num_envs
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
         self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
-        minibatches = (args.update_epochs * args.num_minibatches, size // args.num_minibatches)
-        self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
-        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -758,8 +751,9 @@ class CompiledContinuousPPOAgent(nn.Module):
             observation = np.tanh(observation.dot(hidden_weight) + hidden_bias)
         return observation.dot(weight) + bias + self.noise[t]
 
+    @torch.no_grad()
     def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and draws the minibatches.
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
         A truncated episode's last value is that of its true last observation; a terminated one's is 0.
         """
@@ -772,9 +766,6 @@ class CompiledContinuousPPOAgent(nn.Module):
         estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate.flatten())
-        order = torch.rand(args.update_epochs, args.num_steps * args.num_envs, device=self.device).argsort(1)
-        self.order.copy_(order.view(self.order.shape))
-        self.turn.zero_()
 
     def evaluate(
         self, network, observation: torch.Tensor, action: torch.Tensor
@@ -805,17 +796,14 @@ class CompiledContinuousPPOAgent(nn.Module):
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
     def update(self) -> None:
-        """One step of the optimiser on the next minibatch."""
-        rows = self.order.index_select(0, self.turn).squeeze(0)
-        self.turn.copy_((self.turn + 1) % len(self.order))
-        batch = {name: tensor[rows] for name, tensor in self.batch.items()}
-        gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
+        """One step of the optimiser on the rows of the batch that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
+        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
             self.losses[name].copy_(tensor.detach())
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     np.random.seed(args.seed)
@@ -881,7 +869,9 @@ def main(args: Args) -> None:
                 agent.rollout.upload()
                 prepare()
                 for _ in range(args.update_epochs):
-                    for _ in range(args.num_minibatches):
+                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
+                    for rows in order.chunk(args.num_minibatches):
+                        agent.minibatch.copy_(rows)
                         update()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:

@@ -7,7 +7,7 @@
 A sequence model runs over the consecutive episodes of each environment, its state zero where one begins: no padding.
 MinGRU, LRU, S5 and FFM, whose states are linear recurrences, take all steps of a rollout in parallel, GRU and LSTM one
 by one. A minibatch is whole environments, from the states in which the rollout found them; the rest is PPO.
-This is the eager reference; `ppo_memory_torchcompile.py` is the same algorithm at full speed.
+`ppo_memory.py` is the eager reference, to be read first; `ppo_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
 

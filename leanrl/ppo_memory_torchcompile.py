@@ -8,7 +8,7 @@
 A sequence model runs over the consecutive episodes of each environment, its state zero where one begins: no padding.
 MinGRU, LRU, S5 and FFM, whose states are linear recurrences, take all steps of a rollout in parallel, GRU and LSTM one
 by one. A minibatch is whole environments, from the states in which the rollout found them; the rest is PPO.
-This is the script at full speed; `ppo_memory.py` is the same algorithm in plain PyTorch, to be read first.
+`ppo_memory.py` is the eager reference, to be read first; `ppo_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
@@ -18,7 +18,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 """
 
 import contextlib
-import copy
 import difflib
 import fcntl
 import importlib.metadata
@@ -50,7 +49,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -1266,7 +1264,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -1304,27 +1302,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -1342,11 +1339,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledMemoryPPOAgent(nn.Module):
-    """The network and its memory of every environment, its optimiser, and the update on it.
+    """The network and its memory of every environment, its optimiser, and the update on it."""
 
-    The steps that `main` compiles and captures (`choose`, `prepare` and `update`) take no tensor and return none: they
-    work on tensors of fixed address, so that a captured graph is replayed without copies.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
@@ -1367,9 +1363,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         size = (args.num_steps, args.num_envs)
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
         self.batch = {name: self.rollout.tensors[name] for name in ("input", "reset", "action", "valid")} | estimates
-        minibatches = (args.update_epochs * args.num_minibatches, args.num_envs // args.num_minibatches)
-        self.order = torch.zeros(minibatches, dtype=torch.long, device=device)
-        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        self.minibatch = torch.zeros(args.num_envs // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.return_moments = nn.Buffer(torch.tensor([0.0, 1.0], device=device))  # mean and mean square
@@ -1415,9 +1409,9 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.action.copy_(sample(policy, log_std))
         self.state.copy_(state)
 
+    @torch.no_grad()
     def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), a recurrence run backwards, and draws
-        the minibatches.
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), a recurrence run backwards.
 
         Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
         in the row that only resets. A terminated one's is not used.
@@ -1438,9 +1432,6 @@ class CompiledMemoryPPOAgent(nn.Module):
         estimates |= {"advantage": advantage, "return": (advantage + value - mean) / deviation}
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate)
-        order = torch.rand(args.update_epochs, args.num_envs, device=self.device).argsort(1)
-        self.order.copy_(order.view(self.order.shape))
-        self.turn.zero_()
 
     def evaluate(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of a batch's actions, the policy's entropy, and the value; [T, B] each."""
@@ -1478,19 +1469,16 @@ class CompiledMemoryPPOAgent(nn.Module):
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
     def update(self) -> None:
-        """One step of the optimiser on the next minibatch."""
-        chosen = self.order.index_select(0, self.turn).squeeze(0)
-        self.turn.copy_((self.turn + 1) % len(self.order))
-        batch = {name: tensor[:, chosen] for name, tensor in self.batch.items()}
-        gradient, (_, logged) = grad_and_value(self.ppo_loss, has_aux=True)(
-            self.network, batch | {"state": self.first_state[chosen]}
+        """One step of the optimiser on the steps of the environments that `minibatch` names."""
+        batch = {name: tensor[:, self.minibatch] for name, tensor in self.batch.items()}
+        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(
+            self.network, batch | {"state": self.first_state[self.minibatch]}
         )
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
             self.losses[name].copy_(tensor.detach())
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     if args.num_envs % args.num_minibatches:
@@ -1555,7 +1543,9 @@ def main(args: Args) -> None:
                 agent.look(envs)
                 prepare()
                 for _ in range(args.update_epochs):
-                    for _ in range(args.num_minibatches):
+                    order = torch.randperm(args.num_envs, device=device)
+                    for chosen in order.chunk(args.num_minibatches):
+                        agent.minibatch.copy_(chosen)
                         update()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:

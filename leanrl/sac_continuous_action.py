@@ -6,7 +6,7 @@
 
 An off-policy method: a tanh-squashed Gaussian policy maximises reward plus entropy, two critics learn its soft
 value from replayed transitions (the smaller estimate counts), and the temperature α is tuned towards a target entropy.
-This is the eager reference; `sac_continuous_action_torchcompile.py` is the same algorithm at full speed.
+`sac_continuous_action.py` is the eager reference; `sac_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v4 --seed 1
 

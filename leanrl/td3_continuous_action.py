@@ -7,7 +7,7 @@
 An off-policy method for continuous actions: a deterministic policy climbs the first of two critics; the critics learn
 from replayed transitions towards the smaller of their targets, at a target action blurred by clipped noise; the policy
 and all target networks move only at every second update.
-This is the eager reference; `td3_continuous_action_torchcompile.py` is the same algorithm at full speed.
+`td3_continuous_action.py` is the eager reference; `td3_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v4 --seed 1
 

@@ -8,7 +8,7 @@
 An off-policy method for continuous actions: a deterministic policy climbs the first of two critics; the critics learn
 from replayed transitions towards the smaller of their targets, at a target action blurred by clipped noise; the policy
 and all target networks move only at every second update.
-This is `td3_continuous_action.py` at full speed: one graph an update, the parameters of a network one flat vector.
+`td3_continuous_action.py` is the eager reference; `td3_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
@@ -17,7 +17,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 """
 
 import contextlib
-import copy
 import difflib
 import fcntl
 import functools
@@ -50,7 +49,6 @@ import torch.nn.functional as F
 import tyro
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
-from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -572,9 +570,8 @@ class ReplayRing:
             if self.oldest > max(self.added - self.capacity, 0):
                 warnings.warn("more truncations than there are copies for shorten the replay", stacklevel=2)
             self.owners[copied], self.truncations = self.added, self.truncations + 1
-        for column, value in zip(
-            self.columns, (observation, next_observation, action, reward, terminated), strict=True
-        ):
+        transition = (observation, next_observation, action, reward, terminated)
+        for column, value in zip(self.columns, transition, strict=True):
             column[self.filled] = value
         self.integers[self.filled, :2] = self.added % self.slots, next_slot
         self.filled, self.added = self.filled + 1, self.added + 1
@@ -596,9 +593,8 @@ class ReplayRing:
     def put(self, slot, next_slot, observation, next_observation, action, reward, terminated) -> None:
         """Puts transitions into these slots; [N], [N], and the rest [N, ...]."""
         self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
-        for field, value in zip(
-            self.fields.values(), (observation, action, reward, terminated, next_slot), strict=True
-        ):
+        values = (observation, action, reward, terminated, next_slot)
+        for field, value in zip(self.fields.values(), values, strict=True):
             field[slot] = value.view(-1, *field.shape[1:]).to(field.dtype)  # over the next: an episode may have begun
 
     def draw(self, coming: int = 0) -> torch.Tensor:
@@ -667,7 +663,7 @@ class FlatModule:
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
         parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters])
+        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
@@ -705,27 +701,26 @@ class Adam(nn.Module):
 
 
 # ---- Compilation and capture ----
-def run_steps(steps: list[Callable]) -> None:
-    """Runs each step once, in a process that leaves Ctrl-C to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for step in steps:
-        step()
-
-
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
 
     On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
     """
+
+    def compile_the_rest() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps[1:]:
+            step()
+
     started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, args=(steps[1:],), daemon=True)
+    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # whose threads a fork would not copy
+        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()
-        before = copy.deepcopy(agent.state_dict())  # after the fork, as it starts threads, which that would not copy
+            helper.start()  # before anything starts threads, which a fork would not copy
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
         with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
             steps[0]()
             seconds = run.now() - started
@@ -743,11 +738,10 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledTD3Agent(nn.Module):
-    """Networks, their optimisers, and the updates on them.
+    """Networks, their optimisers, and the updates on them."""
 
-    The steps that `main` compiles and captures (`choose` and `learn`) take no tensor and return none: they work on
-    tensors of fixed address, so that a captured graph is replayed without copies.
-    """
+    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
+    # of fixed address.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
@@ -775,7 +769,7 @@ class CompiledTD3Agent(nn.Module):
 
     def q_values(self, critics, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         """The critics' values; [B, observation_dim], [B, A] -> [critics, B]."""
-        return vmap(lambda critic: self.q_module(critic, observation, action))(critics)
+        return torch.vmap(lambda critic: self.q_module(critic, observation, action))(critics)
 
     def explore(self, observation: torch.Tensor) -> torch.Tensor:
         """Actions with exploration noise; [B, observation_dim] -> [B, A]."""
@@ -823,7 +817,7 @@ class CompiledTD3Agent(nn.Module):
 
     def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on a loss, a method, under whose name it is logged."""
-        gradient, loss = grad_and_value(loss_function)(parameters, batch)
+        gradient, loss = torch.func.grad_and_value(loss_function)(parameters, batch)
         optimizer.step(parameters, gradient)
         self.losses[loss_function.__name__].copy_(loss.detach())
 
@@ -834,12 +828,12 @@ class CompiledTD3Agent(nn.Module):
             self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
             self.update_targets()
 
+    @torch.no_grad()
     def update_targets(self) -> None:
         self.target_actor.lerp_(self.actor, self.args.tau)
         self.target_critics.lerp_(self.critics, self.args.tau)
 
 
-@torch.no_grad()
 def main(args: Args) -> None:
     check_args(args)
     np.random.seed(args.seed)

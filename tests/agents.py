@@ -125,6 +125,21 @@ def assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, 
     assert seen.count("alpha_loss") == (expected.count("actor_loss") if script.startswith("sac") else 0)
 
 
+def assert_each_row_once_an_epoch(launch, monkeypatch, script, agent_class, rows, *flags, **environment):
+    """Each of the batch's rows, in an order that no other epoch has."""
+    seen = []
+
+    def update(agent, chosen=None):
+        seen.append((agent.minibatch if chosen is None else chosen).clone())
+
+    monkeypatch.setattr(getattr(importlib.import_module(script), agent_class), "update", update)
+    launch(script, *flags, "--num-minibatches", 4, "--update-epochs", 3, **environment)
+    assert [len(chosen) for chosen in seen[:12]] == [rows // 4] * 12
+    epochs = torch.cat(seen[:12]).view(3, rows)
+    assert torch.equal(epochs.sort(1).values, torch.arange(rows).expand(3, rows))
+    assert len(epochs.unique(dim=0)) == 3
+
+
 def as_on_a_gpu(*shape, device, dtype=torch.float32):
     """Instead of a script's `mirrored`: the host's tensor is another than the device's, also on a CPU."""
     return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype, device=device)

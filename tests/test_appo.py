@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import environments
+from agents import assert_each_row_once_an_epoch
 from conftest import read_run
 from test_impala import CPU, oracle
 
@@ -65,8 +66,8 @@ class Played:
     def update(self, times=1):
         count = self.args.num_envs * self.args.batch_fragments * self.args.fragment_length
         for _ in range(times):
-            if hasattr(self.agent, "order"):
-                self.agent.order.copy_(torch.arange(count).expand_as(self.agent.order))
+            if hasattr(self.agent, "minibatch"):
+                self.agent.minibatch.copy_(torch.arange(count))
                 with torch.no_grad():
                     self.agent.update()
             else:
@@ -203,19 +204,11 @@ def test_eager_and_compiled_updates_agree(kind, changed):
         torch.testing.assert_close(loss, compiled.agent.losses[name], rtol=1e-3, atol=1e-5)
 
 
-def test_minibatches_have_each_row_once_an_epoch(launch, monkeypatch):
-    module, seen = importlib.import_module("appo_ray"), []
-    monkeypatch.setattr(module.APPOAgent, "update", lambda agent, chosen: seen.append(chosen))
-    flags = ["--num-envs", 2, "--fragment-length", 24, "--batch-fragments", 2, "--num-minibatches", 8]
-    launch("appo_ray", *flags, "--update-epochs", 3, "--total-timesteps", 96)
-    assert [len(chosen) for chosen in seen[:24]] == [12] * 24
-    sizes = {"num_minibatches": 8, "update_epochs": 3, "fragment_length": 24}
-    played = Played("appo_ray_torchcompile", "Discrete", prepare=False, **sizes)
-    played.prepare()
-    assert played.agent.order.shape == (24, 12)
-    for order in (torch.cat(seen[:24]).view(3, -1), played.agent.order.view(3, -1)):
-        assert not torch.equal(order[0], order[1])
-        assert torch.equal(order.sort(1).values, torch.arange(96).expand(3, -1))
+@each_script
+def test_minibatches_have_each_row_once_an_epoch(launch, monkeypatch, script):
+    flags = ["--num-envs", 2, "--fragment-length", 24, "--batch-fragments", 2, "--total-timesteps", 96]
+    agent_class = "CompiledAPPOAgent" if "compile" in script else "APPOAgent"
+    assert_each_row_once_an_epoch(launch, monkeypatch, script, agent_class, 96, *flags)
 
 
 # ---- Normalisation ----
@@ -349,7 +342,7 @@ def test_images_are_learned_from(script):
     np.testing.assert_array_equal(stacks[5, 1], images[5:9, 1])
     np.testing.assert_array_equal(stacks[3, 0], images[[6, 6, 6, 6], 0])  # what step 2 returned began a game
     if "compile" in script:
-        agent.order.copy_(torch.arange(12).expand_as(agent.order))
+        agent.minibatch.copy_(torch.arange(12))
         with torch.no_grad():
             agent.update()
     else:

@@ -14,7 +14,7 @@ import torch
 import tyro
 
 import probes
-from agents import CPU, as_on_a_gpu, assert_same, compile_as_main_does, flat, flattened
+from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
 from conftest import read_run
 from pools import Counting, Probing
 from ppo_atari_envpool_torchcompile import group_size
@@ -383,10 +383,10 @@ def test_an_update_phase_is_the_same_in_both_versions(is_compiled, arguments):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
     assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
     update, kl = compile_as_main_does(compiled.update) if is_compiled else compiled.update, []
-    for epoch in compiled.order.clone().view(2, 3, -1):
-        assert sorted(epoch.flatten().tolist()) == list(range(24))  # each row once
-        for rows in epoch:
+    for _ in range(2):
+        for rows in torch.randperm(24).chunk(3):
             eager.update(rows)
+            compiled.minibatch.copy_(rows)
             with torch.no_grad():
                 update()
             assert_same(compiled.network, flat(eager.network))
@@ -395,6 +395,13 @@ def test_an_update_phase_is_the_same_in_both_versions(is_compiled, arguments):
             assert compiled.losses[name].item() == pytest.approx(loss.item(), rel=2e-3, abs=2e-5), name
         kl.append(eager.losses["approx_kl"].item())
     assert len(set(kl)) == 2
+
+
+@each_script
+def test_minibatches_have_each_row_once_an_epoch(launch, monkeypatch, script):
+    flags = ["--num-steps", 12, "--num-envs", 2, "--total-timesteps", 50]
+    monkeypatch.setattr(importlib.import_module(script), "make_pool", Counting)
+    assert_each_row_once_an_epoch(launch, monkeypatch, script, CLASSES[script], 24, *flags, env_id="Scripted-v5")
 
 
 @each_script

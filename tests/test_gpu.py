@@ -197,21 +197,23 @@ def test_replays_of_ppo_see_new_rollouts_minibatches_and_learning_rates(script, 
     for f in (prepare, update):
         for _ in range(5):
             f()
-    orders, advantages = [], []
+    advantages = []
     for n in range(5):
         agent.rollout.arrays["reward"][:] = np.arange(16).reshape(8, 2) * n
         agent.rollout.upload()
         prepare()
-        orders.append(agent.order.clone())
         advantages.append(agent.batch["advantage"].clone())
-        for epoch in agent.order.view(3, 16):
-            assert sorted(epoch.tolist()) == list(range(16))
-    assert len(torch.stack(orders).unique(dim=0)) == len(torch.stack(advantages).unique(dim=0)) == 5
+    assert len(torch.stack(advantages).unique(dim=0)) == 5
 
     agent.optimizer.lr.fill_(0)
     before = agent.network.clone()
-    update()
-    assert torch.equal(agent.network, before)
+    for rows in torch.randperm(16, device=device).chunk(2):
+        agent.minibatch.copy_(rows)
+        update()
+        assert torch.equal(agent.network, before)
+        _, logged = agent.ppo_loss(agent.network, {name: tensor[rows] for name, tensor in agent.batch.items()})
+        for name, value in logged.items():
+            torch.testing.assert_close(agent.losses[name], value, rtol=1e-3, atol=1e-5)
     agent.optimizer.lr.fill_(1e-3)
     update()
     assert (agent.network - before).abs().max() > 1e-4
@@ -354,8 +356,9 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
         prepare(captured, envs, steps[0])
         for name, tensor in captured.batch.items():
             torch.testing.assert_close(tensor, plain.batch[name], rtol=1e-3, atol=1e-4)
-        plain.order.copy_(captured.order)
-        for _ in range(len(plain.order)):
+        for chosen in torch.randperm(plain.args.num_envs).chunk(plain.args.num_minibatches):
+            plain.minibatch.copy_(chosen)
+            captured.minibatch.copy_(chosen)
             plain.update()
             steps[1]()
         difference = (captured.network - plain.network).abs()
@@ -410,7 +413,7 @@ def test_captured_updates_of_asynchronous_ppo_are_those_without(compiled):
         for played, steps in ((plain, (plain.agent.prepare, plain.agent.update)), (captured, (prepare, update))):
             played.fill(version)
             steps[0]()
-            played.agent.order.copy_(torch.arange(96, device="cuda").expand_as(played.agent.order))
+            played.agent.minibatch.copy_(torch.arange(96))
             played.agent.optimizer.lr.fill_(1e-3 / (version + 1))
             for _ in range(3):
                 steps[1]()
