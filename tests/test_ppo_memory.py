@@ -371,8 +371,7 @@ def prepare(agent, envs, step=None):
     agent.rollout.upload()
     if hasattr(agent, "choose"):
         agent.look(envs)
-        with torch.no_grad():
-            (step or agent.prepare)()
+        (step or agent.prepare)()
     else:
         agent.prepare(envs)
 
@@ -672,8 +671,7 @@ def assert_same_phase(eager, compiled, envs, prepare_step=None, update=None):
     for n, chosen in enumerate(torch.cat(epochs).view(-1, len(compiled.minibatch)), 1):
         eager.update(chosen)
         compiled.minibatch.copy_(chosen)
-        with torch.no_grad():
-            (update or compiled.update)()
+        (update or compiled.update)()
         for agent in (eager, compiled) if n == 1 else ():  # this one has seen the policy that acted
             assert agent.losses["approx_kl"].abs() < 1e-6 and agent.losses["clip_fraction"] == 0
         if n % args.num_minibatches == 0:
@@ -770,13 +768,12 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
         agent.rollout.arrays["reset"][:] = generator.random((8, 4)) < share
         envs.is_first = generator.random(4) < share
         prepare(agent, envs, steps["prepare"])
-        with torch.no_grad():
-            _, _, value = agent.evaluate(agent.network, agent.batch | {"state": agent.first_state})
-            steps["update"]()
-            agent.look(envs)
-            state = agent.state.clone()
-            _, _, _, after = agent.policy_and_value(agent.network, agent.seen[0][1], state, agent.seen[1][1])
-            steps["choose"]()
+        _, _, value = agent.evaluate(agent.network, agent.batch | {"state": agent.first_state})
+        steps["update"]()
+        agent.look(envs)
+        state = agent.state.clone()
+        _, _, _, after = agent.policy_and_value(agent.network, agent.seen[0][1], state, agent.seen[1][1])
+        steps["choose"]()
         torch.testing.assert_close(agent.batch["value"], value, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(agent.state, after, rtol=1e-4, atol=1e-5)
         values.append(value)
