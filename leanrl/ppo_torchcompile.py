@@ -596,46 +596,49 @@ class Adam(nn.Module):
 
 # ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers.
+    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    started = run.now()
+    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+        for step in 5 * steps:
+            step()
+    agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
 
-    On a CPU a second process compiles all but the first meanwhile; this one then finds them in the compiler's cache.
-    """
 
-    def compile_the_rest() -> None:
+@contextlib.contextmanager
+def compiled_beside(steps: list[Callable], run: Run):
+    """Has a second process compile the steps meanwhile, on a CPU; this one then finds them in the compiler's cache."""
+
+    def run_steps() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for step in steps[1:]:
+        for step in steps:
             step()
 
-    started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=compile_the_rest, daemon=True)
+    started, ray = run.now(), sys.modules.get("ray")  # whose threads a fork would not copy
+    helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
     try:
-        ray = sys.modules.get("ray")  # it has threads
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
-        if run.device.type == "cpu" and is_safe and steps[1:] and not run.args.resume:
-            helper.start()  # before anything starts threads, which a fork would not copy
-        before = {name: value.clone() for name, value in agent.state_dict().items()}
-        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
-            steps[0]()
-            seconds = run.now() - started
-            if helper.pid is not None and seconds > 8:  # else everything is in the cache already
-                helper.join(timeout=seconds)  # no longer, should it hang
-            for step in 4 * steps:
-                step()
+        if run.device.type == "cpu" and is_safe and not run.args.resume:
+            helper.start()
+        yield
+        seconds = run.now() - started
+        if helper.pid is not None and seconds > 8:  # else everything is in the cache already
+            helper.join(timeout=seconds)  # no longer, should it hang
+            run.warmup_seconds += run.now() - started - seconds
     finally:
         if helper.pid is not None:
             helper.kill()
             helper.join()
-    agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----
 class CompiledPPOAgent(nn.Module):
     """The networks, their optimiser, and the update on them."""
 
-    # What `main` compiles and captures takes no tensor and returns none: a graph is replayed without copies, on tensors
-    # of fixed address. A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
+    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         super().__init__()
@@ -762,6 +765,8 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             prepare, update = (CudaGraphModule(step, warmup=3) for step in (prepare, update))
         if args.compile or args.cudagraphs:
+            with compiled_beside([prepare], run):
+                warm_up([update], agent, run)
             warm_up([update, prepare], agent, run)
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
