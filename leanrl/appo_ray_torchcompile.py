@@ -11,7 +11,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
 `appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
-    python leanrl/appo_ray_torchcompile.py --compile --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 \
+    python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
         --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0
 
@@ -1276,14 +1276,11 @@ class CompiledAPPOAgent(nn.Module):
             self.normalizer = network[0]
             self.observation_moments, self.return_moments = RunningMoments(*shape), RunningMoments(1)
             self.returns = np.zeros((max(args.num_actors, 1), args.num_envs))
-        size, dtype = (
-            args.num_envs * args.batch_fragments * args.fragment_length,
-            self.batch.tensors["observation"].dtype,
-        )
+        size = args.num_envs * args.batch_fragments * args.fragment_length
         shapes = {name: () for name in ("log_prob", "value", "advantage", "return", "valid")}
         shapes["action"] = actions if self.is_continuous else ()
         self.rows = {name: torch.zeros(size, *rest, device=device) for name, rest in shapes.items()}
-        self.rows["observation"] = torch.zeros(size, *shape, device=device, dtype=dtype)
+        self.rows["observation"] = self.batch.tensors["observation"].new_zeros(size, *shape)
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -1397,8 +1394,12 @@ class CompiledAPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self) -> None:
-        """One step of the optimiser on the rows of the batch that `minibatch` names."""
+    def update(self, chosen: torch.Tensor) -> None:
+        """One step of the optimiser on these rows of the batch."""
+        self.minibatch.copy_(chosen)
+        self.learn()
+
+    def learn(self) -> None:
         batch = {name: tensor[self.minibatch] for name, tensor in self.rows.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
@@ -1444,7 +1445,7 @@ def main(args: Args) -> None:
         recipe = (AtariEnvironments if len(shape) == 3 else GymEnvironments, build, act_discrete)
     with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
         # Compilation and capture: a full graph to prepare a batch, and one for an update
-        prepare, update = agent.prepare, agent.update
+        steps = [agent.learn, agent.prepare]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1452,12 +1453,12 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
-            prepare = torch.compile(prepare, fullgraph=True, options=options.copy())  # it pops the filter
-            update = torch.compile(update, fullgraph=True, options=options)
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
-            prepare, update = (CudaGraphModule(step, warmup=3) for step in (prepare, update))
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            warm_up([update, prepare], agent, run)
+            warm_up(steps, agent, run)
+        agent.learn, agent.prepare = steps
 
         fleet.publish(agent.weights())
         learning_rate = args.learning_rate
@@ -1473,12 +1474,11 @@ def main(args: Args) -> None:
             # Learn
             agent.scale_rewards()
             agent.batch.upload()
-            prepare()
+            agent.prepare()
             for _ in range(args.update_epochs):
                 order = torch.randperm(rows * args.batch_fragments, device=device)
                 for chosen in order.chunk(args.num_minibatches):
-                    agent.minibatch.copy_(chosen)
-                    update()
+                    agent.update(chosen)
                     run.updates += 1
                 if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                     break

@@ -1425,13 +1425,13 @@ class CompiledMemoryDQNAgent(nn.Module):
         """The value of each action in consecutive steps, and the state afterwards; see the network."""
         return self.q_module(network, x, state, reset)
 
-    def act(self, envs: Environments, epsilon: float, choose: Callable) -> np.ndarray:
+    def act(self, envs: Environments, epsilon: float) -> np.ndarray:
         """Actions, at random with probability ε, else greedy; a row of the replay begins with them; [num_envs]."""
         self.columns[0][:], self.columns[1][:, 0] = envs.inputs, envs.is_first
         self.seen.copy_(self.host_seen, non_blocking=True)
         self.epsilon.fill_(epsilon)
         self.buffer.begin_row()
-        choose()
+        self.choose()
         self.host_action.copy_(self.action)
         return self.host_action.numpy()
 
@@ -1513,7 +1513,7 @@ def main(args: Args) -> None:
 
     with Run(args, device, agent, agent.buffer) as run:
         # Compilation and capture: a full graph to act, and for an update
-        choose, learn = agent.choose, agent.learn
+        steps = [agent.learn, agent.choose]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1524,17 +1524,16 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
             # Else torch keeps no graph with it for the next run, which it may, until this file changes
-            options |= {
-                "unsafe_marked_cacheable_functions": {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
-            }
-            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
-            learn = torch.compile(learn, fullgraph=True, options=options)
+            keys = {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
+            options |= {"unsafe_marked_cacheable_functions": keys}
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
-            choose, learn = (CudaGraphModule(step, warmup=3) for step in (choose, learn))
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            with compiled_beside([choose], run):
-                warm_up([learn], agent, run)
-            warm_up([learn, choose], agent, run)
+            with compiled_beside(steps[1:], run):
+                warm_up(steps[:1], agent, run)
+            warm_up(steps, agent, run)
+        agent.learn, agent.choose = steps
 
         if run.global_step:
             envs.begin(run.global_step)
@@ -1542,7 +1541,7 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act: at random with probability ε, else greedily
             epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
-            action = agent.act(envs, epsilon, choose)
+            action = agent.act(envs, epsilon)
 
             # Step and store; where an episode has ended, the step only resets
             step = envs.step(action)
@@ -1553,7 +1552,7 @@ def main(args: Args) -> None:
             # Learn
             if run.global_step > run.learning_starts:
                 for _ in range(times_due(run.global_step, int(valid.sum()), args.train_frequency)):
-                    learn()
+                    agent.learn()
                     run.updates += 1
                 for _ in range(times_due(run.global_step, int(valid.sum()), args.target_network_frequency)):
                     agent.update_target()

@@ -555,14 +555,15 @@ class PPOAgent(nn.Module):
         return network(observation)
 
     @torch.no_grad()
-    def act(self, observation: np.ndarray) -> dict[str, np.ndarray]:
-        """Sampled actions, their log-probabilities, and the values; [num_envs, observation_dim] -> [num_envs]."""
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
         logits, value = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
-        chosen = {"action": action, "log_prob": log_prob, "value": value}
-        return {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
+        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
+            self.rollout.arrays[name][t] = tensor.cpu().numpy()
+        return action.cpu().numpy()
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -646,14 +647,12 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
-            chosen = agent.act(observation)
             rollout["observation"][t] = observation
-            for name, values in chosen.items():
-                rollout[name][t] = values
+            action = agent.act(t, observation)
 
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
-                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(chosen["action"][i])
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
                 rollout["next_observation"][t, i] = next_observation
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
             rollout["reward"][t], rollout["terminated"][t], rollout["truncated"][t] = rewards, terminated, truncated

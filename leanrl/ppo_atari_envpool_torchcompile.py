@@ -767,8 +767,12 @@ class CompiledAtariPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self) -> None:
-        """One step of the optimiser on the rows of the batch that `minibatch` names."""
+    def update(self, rows: torch.Tensor) -> None:
+        """One step of the optimiser on these rows of the batch."""
+        self.minibatch.copy_(rows)
+        self.learn()
+
+    def learn(self) -> None:
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
         batch["observation"] = batch["observation"].permute(0, 3, 1, 2)
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
@@ -796,23 +800,21 @@ def main(args: Args) -> None:
     torch.set_num_threads(threads)
     with Run(args, device, agent) as run:
         # Compilation and capture: a full graph to act, to prepare a rollout, and for an update
-        choose, prepare, update = agent.choose, agent.prepare, agent.update
+        steps = [agent.learn, agent.choose, agent.prepare]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
-            prepare = torch.compile(prepare, fullgraph=True, options=options.copy())
-            update = torch.compile(update, fullgraph=True, options=options)
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
-            choose, prepare, update = (CudaGraphModule(step, warmup=3) for step in (choose, prepare, update))
-        agent.choose = choose
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            with compiled_beside([choose, prepare], run):
-                warm_up([update], agent, run)
-            warm_up([update, choose, prepare], agent, run)
+            with compiled_beside(steps[1:], run):
+                warm_up(steps[:1], agent, run)
+            warm_up(steps, agent, run)
+        agent.learn, agent.choose, agent.prepare = steps
 
         sequence = np.random.SeedSequence([args.seed, run.global_step])
         seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
@@ -836,12 +838,11 @@ def main(args: Args) -> None:
                     games.receive(agent.rollout.arrays, t - 1, run)
                     agent.observe(games.env_ids, games.observation)
                 agent.rollout.upload()
-                prepare()
+                agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):
-                        agent.minibatch.copy_(rows)
-                        update()
+                        agent.update(rows)
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

@@ -628,13 +628,15 @@ class ContinuousPPOAgent(nn.Module):
         return network(observation)
 
     @torch.no_grad()
-    def act(self, observation: np.ndarray) -> dict[str, np.ndarray]:
-        """Sampled actions, their log-probabilities, and the values; [num_envs, observation_dim] -> [num_envs, ...]."""
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs, A]."""
         observation = torch.as_tensor(observation, device=self.device)
         mean, log_std, value = self.policy_and_value(self.network, observation)
         action = mean + log_std.exp() * torch.randn_like(mean)
-        chosen = {"action": action, "log_prob": gaussian_log_prob(mean, log_std, action), "value": value}
-        return {name: tensor.cpu().numpy() for name, tensor in chosen.items()}
+        log_prob = gaussian_log_prob(mean, log_std, action)
+        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
+            self.rollout.arrays[name][t] = tensor.cpu().numpy()
+        return self.rollout.arrays["action"][t]
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -717,13 +719,11 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
-            chosen = agent.act(observation)
             rollout["observation"][t] = observation
-            for name, values in chosen.items():
-                rollout[name][t] = values
+            action = agent.act(t, observation)
 
             # Step and store; where an episode has ended, the next one begins
-            clipped = chosen["action"].clip(agent.low, agent.high)
+            clipped = action.clip(agent.low, agent.high)
             for i, env in enumerate(envs):
                 raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
             ended = [i for i in range(args.num_envs) if terminated[i] or truncated[i]]

@@ -1393,12 +1393,12 @@ class CompiledMemoryPPOAgent(nn.Module):
             host.numpy()[:] = array
             seen.copy_(host, non_blocking=True)
 
-    def act(self, t: int, envs: Environments, choose: Callable) -> np.ndarray:
+    def act(self, t: int, envs: Environments) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, ...]."""
         if t == 0:
             self.first_state.copy_(self.state)
         self.look(envs)
-        choose()
+        self.choose()
         self.host_action.copy_(self.action)
         self.rollout.arrays["action"][t] = self.host_action.numpy()
         self.rollout.arrays["input"][t], self.rollout.arrays["reset"][t] = envs.inputs, envs.is_first
@@ -1470,8 +1470,12 @@ class CompiledMemoryPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self) -> None:
-        """One step of the optimiser on the steps of the environments that `minibatch` names."""
+    def update(self, chosen: torch.Tensor) -> None:
+        """One step of the optimiser on the steps of these environments."""
+        self.minibatch.copy_(chosen)
+        self.learn()
+
+    def learn(self) -> None:
         batch = {name: tensor[:, self.minibatch] for name, tensor in self.batch.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(
             self.network, batch | {"state": self.first_state[self.minibatch]}
@@ -1498,7 +1502,7 @@ def main(args: Args) -> None:
 
     with Run(args, device, agent) as run:
         # Compilation and capture: a full graph to act, to prepare a rollout, and for an update
-        choose, prepare, update = agent.choose, agent.prepare, agent.update
+        steps = [agent.learn, agent.prepare, agent.choose]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1509,18 +1513,16 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
             # Else torch keeps no graph with it for the next run, which it may, until this file changes
-            options |= {
-                "unsafe_marked_cacheable_functions": {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
-            }
-            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
-            prepare = torch.compile(prepare, fullgraph=True, options=options.copy())
-            update = torch.compile(update, fullgraph=True, options=options)
+            keys = {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
+            options |= {"unsafe_marked_cacheable_functions": keys}
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
-            choose, prepare, update = (CudaGraphModule(step, warmup=3) for step in (choose, prepare, update))
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            with compiled_beside([prepare, choose], run):
-                warm_up([update], agent, run)
-            warm_up([update, prepare, choose], agent, run)
+            with compiled_beside(steps[1:], run):
+                warm_up(steps[:1], agent, run)
+            warm_up(steps, agent, run)
+        agent.learn, agent.prepare, agent.choose = steps
 
         if run.global_step:
             envs.begin(run.global_step)
@@ -1531,7 +1533,7 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
                 agent.optimizer.lr.fill_(learning_rate)
-            action = agent.act(t, envs, choose)
+            action = agent.act(t, envs)
 
             # Step and store
             step = envs.step(action)
@@ -1545,12 +1547,11 @@ def main(args: Args) -> None:
             if t == args.num_steps:
                 agent.rollout.upload()
                 agent.look(envs)
-                prepare()
+                agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs, device=device)
                     for chosen in order.chunk(args.num_minibatches):
-                        agent.minibatch.copy_(chosen)
-                        update()
+                        agent.update(chosen)
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

@@ -673,12 +673,16 @@ class CompiledPPOAgent(nn.Module):
         self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
         self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
 
-    def act(self, observation: np.ndarray, t: int) -> np.ndarray:
-        """Sampled actions of step t, on the host; [num_envs, observation_dim] -> [num_envs]."""
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
+        if t == 0:
+            self.begin_rollout()
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
             observation = np.tanh(observation.dot(hidden_weight) + hidden_bias)
-        return (observation.dot(weight) + bias + self.noise[t]).argmax(1)  # Gumbel-max
+        action = (observation.dot(weight) + bias + self.noise[t]).argmax(1)  # Gumbel-max
+        self.rollout.arrays["action"][t] = action
+        return action
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -726,8 +730,12 @@ class CompiledPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self) -> None:
-        """One step of the optimiser on the rows of the batch that `minibatch` names."""
+    def update(self, rows: torch.Tensor) -> None:
+        """One step of the optimiser on these rows of the batch."""
+        self.minibatch.copy_(rows)
+        self.learn()
+
+    def learn(self) -> None:
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
@@ -752,7 +760,7 @@ def main(args: Args) -> None:
 
     with Run(args, device, agent) as run:
         # Compilation and capture: a full graph to prepare a rollout, and one for an update
-        prepare, update = agent.prepare, agent.update
+        steps = [agent.learn, agent.prepare]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -760,14 +768,14 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
-            prepare = torch.compile(prepare, fullgraph=True, options=options.copy())  # it pops the filter
-            update = torch.compile(update, fullgraph=True, options=options)
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
-            prepare, update = (CudaGraphModule(step, warmup=3) for step in (prepare, update))
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            with compiled_beside([prepare], run):
-                warm_up([update], agent, run)
-            warm_up([update, prepare], agent, run)
+            with compiled_beside(steps[1:], run):
+                warm_up(steps[:1], agent, run)
+            warm_up(steps, agent, run)
+        agent.learn, agent.prepare = steps
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
@@ -779,10 +787,8 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
                 agent.optimizer.lr.fill_(learning_rate)
-            if t == 0:
-                agent.begin_rollout()
-            action = agent.act(observation, t)
-            rollout["observation"][t], rollout["action"][t] = observation, action
+            rollout["observation"][t] = observation
+            action = agent.act(t, observation)
 
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
@@ -795,12 +801,11 @@ def main(args: Args) -> None:
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps - 1:
                 agent.rollout.upload()
-                prepare()
+                agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):
-                        agent.minibatch.copy_(rows)
-                        update()
+                        agent.update(rows)
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

@@ -66,12 +66,7 @@ class Played:
     def update(self, times=1):
         count = self.args.num_envs * self.args.batch_fragments * self.args.fragment_length
         for _ in range(times):
-            if hasattr(self.agent, "minibatch"):
-                self.agent.minibatch.copy_(torch.arange(count))
-                with torch.no_grad():
-                    self.agent.update()
-            else:
-                self.agent.update(torch.arange(count))
+            self.agent.update(torch.arange(count))
 
     def vector(self):
         return torch.cat([weight.detach().flatten().cpu() for weight in self.agent.weights()])
@@ -341,12 +336,7 @@ def test_images_are_learned_from(script):
     stacks = agent.rows["observation"].view(6, 2, 4, 84, 84).numpy()
     np.testing.assert_array_equal(stacks[5, 1], images[5:9, 1])
     np.testing.assert_array_equal(stacks[3, 0], images[[6, 6, 6, 6], 0])  # what step 2 returned began a game
-    if "compile" in script:
-        agent.minibatch.copy_(torch.arange(12))
-        with torch.no_grad():
-            agent.update()
-    else:
-        agent.update(torch.arange(12))
+    agent.update(torch.arange(12))
     assert all((weight - old).abs().max() > 0 for weight, old in zip(agent.weights(), before, strict=True))
 
 

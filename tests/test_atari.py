@@ -382,7 +382,7 @@ def test_an_update_phase_is_the_same_in_both_versions(is_compiled, arguments):
     for name in ("advantage", "return", "valid"):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
     assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
-    update, kl = compile_as_main_does(compiled.update) if is_compiled else compiled.update, []
+    update, kl = compile_as_main_does(compiled.learn) if is_compiled else compiled.learn, []
     for _ in range(2):
         for rows in torch.randperm(24).chunk(3):
             eager.update(rows)

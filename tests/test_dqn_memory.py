@@ -41,14 +41,13 @@ class Played:
         self.envs = self.module.Environments(self.args)
         with torch.no_grad():
             self.agent = getattr(self.module, SCRIPTS[script])(self.args, self.envs, CPU)
-        self.choose = [self.agent.choose] if hasattr(self.agent, "choose") else []
         self.rows = []
 
     @torch.no_grad()
     def play(self, steps, epsilon=0.5):
         for _ in range(steps):
             row = {"input": self.envs.inputs, "reset": self.envs.is_first, "state": self.agent.state.numpy().copy()}
-            row["action"] = self.agent.act(self.envs, epsilon, *self.choose).copy()
+            row["action"] = self.agent.act(self.envs, epsilon).copy()
             step = self.envs.step(row["action"])
             self.agent.observe(step)
             self.rows.append(row | {name: step[name].copy() for name in OUTCOME})

@@ -192,7 +192,7 @@ def test_replays_of_ppo_see_new_rollouts_minibatches_and_learning_rates(script, 
     agent = make(args, env, device)
     prepare, update = (
         CudaGraphModule(torch.compile(f, fullgraph=True) if compiled else f, warmup=3)
-        for f in (agent.prepare, agent.update)
+        for f in (agent.prepare, agent.learn)
     )
     for f in (prepare, update):
         for _ in range(5):
@@ -338,7 +338,7 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
     plain, captured = (make_agent(PPO_MEMORY, envs, torch.device("cuda"), cell=cell) for _ in range(2))
     steps = [
         CudaGraphModule(torch.compile(step, fullgraph=True) if compiled else step, warmup=3)
-        for step in (captured.prepare, captured.update, captured.choose)
+        for step in (captured.prepare, captured.learn, captured.choose)
     ]
     for step in steps:
         for _ in range(5):
@@ -357,9 +357,8 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
         for name, tensor in captured.batch.items():
             torch.testing.assert_close(tensor, plain.batch[name], rtol=1e-3, atol=1e-4)
         for chosen in torch.randperm(plain.args.num_envs).chunk(plain.args.num_minibatches):
-            plain.minibatch.copy_(chosen)
             captured.minibatch.copy_(chosen)
-            plain.update()
+            plain.update(chosen)
             steps[1]()
         difference = (captured.network - plain.network).abs()
         assert difference.max() < 2e-4 and (difference > 1e-5).float().mean() < 1e-2
@@ -403,14 +402,14 @@ def test_captured_updates_of_asynchronous_ppo_are_those_without(compiled):
     plain, captured = (Played("appo_ray_torchcompile", "Continuous", device="cuda", prepare=False) for _ in range(2))
     prepare, update = (
         CudaGraphModule(torch.compile(step, fullgraph=True) if compiled else step, warmup=3)
-        for step in (captured.agent.prepare, captured.agent.update)
+        for step in (captured.agent.prepare, captured.agent.learn)
     )
     before = {name: tensor.clone() for name, tensor in captured.agent.state_dict().items()}
     for step in (prepare, update) * 4:
         step()
     captured.agent.load_state_dict(before)
     for version in range(3):
-        for played, steps in ((plain, (plain.agent.prepare, plain.agent.update)), (captured, (prepare, update))):
+        for played, steps in ((plain, (plain.agent.prepare, plain.agent.learn)), (captured, (prepare, update))):
             played.fill(version)
             steps[0]()
             played.agent.minibatch.copy_(torch.arange(96))

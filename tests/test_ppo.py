@@ -46,7 +46,9 @@ def pair(algorithm, **arguments):
     generator = np.random.default_rng(1)
     for t in range(args.num_steps):
         observation = generator.normal(size=(args.num_envs, 4)).astype(np.float32)
-        values = eager.act(observation) | {"observation": observation}
+        eager.act(t, observation)
+        values = {name: eager.rollout.arrays[name][t].copy() for name in ("action", "log_prob", "value")}
+        values["observation"] = observation
         values |= {"next_observation": generator.normal(size=(args.num_envs, 4))}
         values |= {"reward": generator.normal(size=args.num_envs)}
         values |= {name: generator.random(args.num_envs) < 0.2 for name in ("terminated", "truncated")}
@@ -151,7 +153,7 @@ def test_an_update_phase_is_the_same_in_both_versions(algorithm, is_compiled, ar
     prepare(eager, compiled)
     assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
     options = {"cpp.use_decompose_tanh": True}
-    update = compile_as_main_does(compiled.update, **options) if is_compiled else compiled.update
+    update = compile_as_main_does(compiled.learn, **options) if is_compiled else compiled.learn
     kl = []
     for _ in range(4):
         for rows in torch.randperm(48).chunk(3):
@@ -181,10 +183,9 @@ def test_actions_are_sampled_from_the_policy(script):
         policy = eager.network(torch.tensor(observation))
     observation = np.repeat(observation, 20_000, 0)
     if script == algorithm:
-        chosen = eager.act(observation)["action"]
+        chosen = eager.act(0, observation)
     else:
-        compiled.begin_rollout()
-        chosen = compiled.act(observation, 0)
+        chosen = compiled.act(0, observation)
     if algorithm == "ppo":
         chances = policy[0].softmax(1)[0].numpy()
         assert np.bincount(chosen, minlength=3) / 20_000 == pytest.approx(chances, abs=0.015)

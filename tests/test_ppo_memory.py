@@ -359,10 +359,9 @@ def make_agent(script, envs, device=CPU, **arguments):
 
 def play(agent, envs):
     """Fills a rollout, as `main` does."""
-    choose = [agent.choose] if hasattr(agent, "choose") else []
     for t in range(agent.args.num_steps):
         with torch.no_grad():
-            step = envs.step(agent.act(t, envs, *choose))
+            step = envs.step(agent.act(t, envs))
         for name, values in step.items():
             agent.rollout.arrays[name][t] = values
 
@@ -671,7 +670,7 @@ def assert_same_phase(eager, compiled, envs, prepare_step=None, update=None):
     for n, chosen in enumerate(torch.cat(epochs).view(-1, len(compiled.minibatch)), 1):
         eager.update(chosen)
         compiled.minibatch.copy_(chosen)
-        (update or compiled.update)()
+        (update or compiled.learn)()
         for agent in (eager, compiled) if n == 1 else ():  # this one has seen the policy that acted
             assert agent.losses["approx_kl"].abs() < 1e-6 and agent.losses["clip_fraction"] == 0
         if n % args.num_minibatches == 0:
@@ -754,7 +753,7 @@ def test_a_compiled_update_phase_is_that_of_the_eager_version(compiled_run):
     eager, _, envs = pair(learning_rate=1e-3)
     compiled, steps = compiled_run.agent, compiled_run.steps
     hand_over(eager, compiled)
-    assert_same_phases(eager, compiled, envs, steps["prepare"], steps["update"])
+    assert_same_phases(eager, compiled, envs, steps["prepare"], steps["learn"])
 
 
 def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
@@ -769,7 +768,7 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
         envs.is_first = generator.random(4) < share
         prepare(agent, envs, steps["prepare"])
         _, _, value = agent.evaluate(agent.network, agent.batch | {"state": agent.first_state})
-        steps["update"]()
+        steps["learn"]()
         agent.look(envs)
         state = agent.state.clone()
         _, _, _, after = agent.policy_and_value(agent.network, agent.seen[0][1], state, agent.seen[1][1])
@@ -784,7 +783,7 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
 def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version():
     """Of the GRU, whose loop is one operator to the compiler, and of continuous actions."""
     eager, compiled, envs = pair("gru", "Continuous", learning_rate=1e-3)
-    update = compile_as_main_does(compiled.update, **{"cpp.use_decompose_tanh": True})
+    update = compile_as_main_does(compiled.learn, **{"cpp.use_decompose_tanh": True})
     assert_same_phases(eager, compiled, envs, update=update)
 
 
