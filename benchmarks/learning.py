@@ -43,6 +43,7 @@ PLAN = [
         "steps": 500_000,
         "seeds": [1, 2, 3, 4],
     },
+    {"script": "dqn_torchcompile", "flags": "--compile", "env_id": "Acrobot-v1", "steps": 500_000, "seeds": [1, 2, 3]},
     {"script": PPO, "flags": "--compile", "env_id": "CartPole-v1", "steps": 500_000, "seeds": [1, 2, 3]},
     {"script": PPO, "flags": "--compile", "env_id": "Acrobot-v1", "steps": 500_000, "seeds": [1, 2, 3]},
     *(
@@ -89,6 +90,8 @@ PLAN = [
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
+    {"script": SAC, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1]},
+    {"script": TD3, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1, 2]},
     *(  # what other memories learn, and elsewhere, is the plan of memory_learning.py
         {
             "script": script,

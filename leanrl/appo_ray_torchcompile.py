@@ -1261,7 +1261,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 class CompiledAPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it; with continuous actions also statistics to normalise by."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int | tuple[int], device: torch.device):
         super().__init__()
@@ -1339,7 +1339,6 @@ class CompiledAPPOAgent(nn.Module):
         policy, log_std, value = self.policy_and_value(network, observation)
         return *log_prob_and_entropy(policy, log_std, action), value
 
-    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the policy as it is before the update, and makes it all a batch of [T * N].
 
@@ -1400,6 +1399,7 @@ class CompiledAPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
+        """What is compiled and captured of `update`: on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.rows.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))

@@ -1382,7 +1382,7 @@ def compiled_beside(steps: list[Callable], run: Run):
     try:
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and not run.args.resume:
-            helper.start()
+            helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
         if helper.pid is not None and seconds > 8:  # else everything is in the cache already
@@ -1398,7 +1398,7 @@ def compiled_beside(steps: list[Callable], run: Run):
 class CompiledMemoryDQNAgent(nn.Module):
     """The network and its memory of every environment, its target, its optimiser, the replay, and the update."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()

@@ -709,7 +709,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 class CompiledDQNAgent(nn.Module):
     """The network, its target, its optimiser, and the update on them."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
     # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
@@ -788,18 +788,17 @@ def main(args: Args) -> None:
 
     with Run(args, device, agent, buffer) as run:
         # Compilation and capture: a full graph for an update
-        learn = agent.learn
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            learn = torch.compile(learn, fullgraph=True, options=options)
+            agent.learn = torch.compile(agent.learn, fullgraph=True, options=options)
         if args.cudagraphs:
-            learn = CudaGraphModule(learn, warmup=3)
+            agent.learn = CudaGraphModule(agent.learn, warmup=3)
         if args.compile or args.cudagraphs:
-            warm_up([learn], agent, run)
+            warm_up([agent.learn], agent, run)
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
@@ -825,7 +824,7 @@ def main(args: Args) -> None:
                 buffer.upload()
             if run.global_step > run.learning_starts:
                 for _ in range(updates):
-                    learn()
+                    agent.learn()
                     agent.is_stale = True
                     run.updates += 1
                 for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):

@@ -1140,7 +1140,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 class CompiledIMPALAAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int, device: torch.device):
         super().__init__()
@@ -1237,7 +1237,6 @@ def main(args: Args) -> None:
     recipe = (make_envs, functools.partial(make_network, shape, actions), act_discrete)
     with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
         # Compilation and capture: a full graph for an update
-        update = agent.update
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1245,11 +1244,11 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
-            update = torch.compile(update, fullgraph=True, options=options)
+            agent.update = torch.compile(agent.update, fullgraph=True, options=options)
         if args.cudagraphs:
-            update = CudaGraphModule(update, warmup=3)
+            agent.update = CudaGraphModule(agent.update, warmup=3)
         if args.compile or args.cudagraphs:
-            warm_up([update], agent, run)
+            warm_up([agent.update], agent, run)
 
         fleet.publish(agent.weights())
         learning_rate = args.learning_rate
@@ -1264,7 +1263,7 @@ def main(args: Args) -> None:
 
             # Learn
             agent.batch.upload()
-            update()
+            agent.update()
             run.updates += 1
 
             # Send the new weights out

@@ -561,9 +561,11 @@ class PPOAgent(nn.Module):
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
-        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
+        action = action.cpu().numpy()
+        self.rollout.arrays["action"][t] = action
+        for name, tensor in {"log_prob": log_prob, "value": value}.items():
             self.rollout.arrays[name][t] = tensor.cpu().numpy()
-        return action.cpu().numpy()
+        return action
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -647,8 +649,8 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
-            rollout["observation"][t] = observation
             action = agent.act(t, observation)
+            rollout["observation"][t] = observation
 
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):

@@ -633,7 +633,7 @@ def compiled_beside(steps: list[Callable], run: Run):
     try:
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and not run.args.resume:
-            helper.start()
+            helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
         if helper.pid is not None and seconds > 8:  # else everything is in the cache already
@@ -649,7 +649,7 @@ def compiled_beside(steps: list[Callable], run: Run):
 class CompiledAtariPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
     # The rollout's observations have the channels last, which is fastest for convolutions. The environments are in
     # groups of `group_size` that take turns: a call of `choose` acts for one of them.
 
@@ -709,7 +709,6 @@ class CompiledAtariPPOAgent(nn.Module):
         for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
             self.batch[name][self.rows] = tensor
 
-    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
@@ -773,6 +772,7 @@ class CompiledAtariPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
+        """What is compiled and captured of `update`: on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
         batch["observation"] = batch["observation"].permute(0, 3, 1, 2)
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
@@ -790,7 +790,7 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # until `warm_up`: the threads of OpenMP do not live on in a process that is forked
+    torch.set_num_threads(1)  # until `compiled_beside`, whose fork would not copy OpenMP's threads
     actions = int(make_pool(args.env_id, [0]).action_space.n)
     size = group_size(args.num_envs, device)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers

@@ -719,8 +719,8 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
-            rollout["observation"][t] = observation
             action = agent.act(t, observation)
+            rollout["observation"][t] = observation
 
             # Step and store; where an episode has ended, the next one begins
             clipped = action.clip(agent.low, agent.high)

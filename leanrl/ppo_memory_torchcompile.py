@@ -1328,7 +1328,7 @@ def compiled_beside(steps: list[Callable], run: Run):
     try:
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and not run.args.resume:
-            helper.start()
+            helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
         if helper.pid is not None and seconds > 8:  # else everything is in the cache already
@@ -1344,7 +1344,7 @@ def compiled_beside(steps: list[Callable], run: Run):
 class CompiledMemoryPPOAgent(nn.Module):
     """The network and its memory of every environment, its optimiser, and the update on it."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
@@ -1411,7 +1411,6 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.action.copy_(sample(policy, log_std))
         self.state.copy_(state)
 
-    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), a recurrence run backwards.
 
@@ -1476,6 +1475,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
+        """What is compiled and captured of `update`: on the environments that `minibatch` names."""
         batch = {name: tensor[:, self.minibatch] for name, tensor in self.batch.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(
             self.network, batch | {"state": self.first_state[self.minibatch]}

@@ -621,7 +621,7 @@ def compiled_beside(steps: list[Callable], run: Run):
     try:
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and not run.args.resume:
-            helper.start()
+            helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
         if helper.pid is not None and seconds > 8:  # else everything is in the cache already
@@ -637,7 +637,7 @@ def compiled_beside(steps: list[Callable], run: Run):
 class CompiledPPOAgent(nn.Module):
     """The networks, their optimiser, and the update on them."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
     # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
@@ -684,7 +684,6 @@ class CompiledPPOAgent(nn.Module):
         self.rollout.arrays["action"][t] = action
         return action
 
-    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
@@ -736,6 +735,7 @@ class CompiledPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
+        """What is compiled and captured of `update`: on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
@@ -787,8 +787,8 @@ def main(args: Args) -> None:
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
                 agent.optimizer.lr.fill_(learning_rate)
-            rollout["observation"][t] = observation
             action = agent.act(t, observation)
+            rollout["observation"][t] = observation
 
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):

@@ -727,7 +727,7 @@ def compiled_beside(steps: list[Callable], run: Run):
     try:
         is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
         if run.device.type == "cpu" and is_safe and not run.args.resume:
-            helper.start()
+            helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
         if helper.pid is not None and seconds > 8:  # else everything is in the cache already
@@ -743,7 +743,7 @@ def compiled_beside(steps: list[Callable], run: Run):
 class CompiledTD3Agent(nn.Module):
     """Networks, their optimisers, and the updates on them."""
 
-    # What `main` compiles and captures takes and returns no tensors, so that a graph is replayed without copies.
+    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
@@ -845,7 +845,7 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # until `warm_up`: the threads of OpenMP do not live on in a process that is forked
+    torch.set_num_threads(1)  # until `compiled_beside`, whose fork would not copy OpenMP's threads
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
@@ -864,7 +864,7 @@ def main(args: Args) -> None:
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            choose = torch.compile(choose, fullgraph=True, options=options.copy())  # it pops the filter
+            choose = torch.compile(choose, fullgraph=True, options=dict(options))  # it pops the filter
             learn = torch.compile(learn, fullgraph=True, options=options)
         kinds = {True, args.policy_frequency == 1}
         steps = {kind: functools.partial(learn, kind) for kind in sorted(kinds, reverse=True)} | {"choose": choose}

@@ -129,8 +129,8 @@ def assert_each_row_once_an_epoch(launch, monkeypatch, script, agent_class, rows
     """Each of the batch's rows, in an order that no other epoch has."""
     seen = []
 
-    def update(agent, chosen=None):
-        seen.append((agent.minibatch if chosen is None else chosen).clone())
+    def update(agent, chosen):
+        seen.append(chosen.clone())
 
     monkeypatch.setattr(getattr(importlib.import_module(script), agent_class), "update", update)
     launch(script, *flags, "--num-minibatches", 4, "--update-epochs", 3, **environment)

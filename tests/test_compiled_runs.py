@@ -58,6 +58,9 @@ def both(request, launch):
 
         def noting_exit(run, *error):
             seen.append((run.global_step, compilations()))
+            agent = run.parts["agent"]
+            held = [*agent.parameters(), *agent.buffers(), *agent.losses.values()]
+            assert held and not any(tensor.requires_grad for tensor in held)
             leave(run, *error)
 
         compiled = launch(script, *flags, "--compile")

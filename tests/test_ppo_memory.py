@@ -658,19 +658,18 @@ def test_a_minibatch_without_a_valid_row_changes_nothing(script):
 
 
 # ---- Updates ----
-def assert_same_phase(eager, compiled, envs, prepare_step=None, update=None):
+def assert_same_phase(eager, compiled, envs):
     """All epochs and minibatches of an update phase leave the same parameters and report the same of every epoch."""
     args = eager.args
     prepare(eager, envs)
-    prepare(compiled, envs, prepare_step)
+    prepare(compiled, envs)
     for name in ("log_prob", "value", "advantage", "return", "input", "action", "reset", "valid"):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
     assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
     epochs, kl = [torch.randperm(args.num_envs) for _ in range(args.update_epochs)], []
     for n, chosen in enumerate(torch.cat(epochs).view(-1, len(compiled.minibatch)), 1):
         eager.update(chosen)
-        compiled.minibatch.copy_(chosen)
-        (update or compiled.learn)()
+        compiled.update(chosen)
         for agent in (eager, compiled) if n == 1 else ():  # this one has seen the policy that acted
             assert agent.losses["approx_kl"].abs() < 1e-6 and agent.losses["clip_fraction"] == 0
         if n % args.num_minibatches == 0:
@@ -681,14 +680,14 @@ def assert_same_phase(eager, compiled, envs, prepare_step=None, update=None):
     assert len(set(kl)) == args.update_epochs
 
 
-def assert_same_phases(eager, compiled, envs, prepare_step=None, update=None):
+def assert_same_phases(eager, compiled, envs):
     """The same, and again on the rollout after it, in which episodes begin elsewhere."""
     before = eager.rollout.arrays["reset"].copy()
-    assert_same_phase(eager, compiled, envs, prepare_step, update)
+    assert_same_phase(eager, compiled, envs)
     play(eager, envs)
     hand_over(eager, compiled)
     assert not np.array_equal(eager.rollout.arrays["reset"], before)
-    assert_same_phase(eager, compiled, envs, prepare_step, update)
+    assert_same_phase(eager, compiled, envs)
 
 
 OPTIONS = (
@@ -753,7 +752,8 @@ def test_a_compiled_update_phase_is_that_of_the_eager_version(compiled_run):
     eager, _, envs = pair(learning_rate=1e-3)
     compiled, steps = compiled_run.agent, compiled_run.steps
     hand_over(eager, compiled)
-    assert_same_phases(eager, compiled, envs, steps["prepare"], steps["learn"])
+    assert compiled.prepare is steps["prepare"] and compiled.learn is steps["learn"]
+    assert_same_phases(eager, compiled, envs)
 
 
 def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
@@ -783,8 +783,8 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
 def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version():
     """Of the GRU, whose loop is one operator to the compiler, and of continuous actions."""
     eager, compiled, envs = pair("gru", "Continuous", learning_rate=1e-3)
-    update = compile_as_main_does(compiled.learn, **{"cpp.use_decompose_tanh": True})
-    assert_same_phases(eager, compiled, envs, update=update)
+    compiled.learn = compile_as_main_does(compiled.learn, **{"cpp.use_decompose_tanh": True})
+    assert_same_phases(eager, compiled, envs)
 
 
 @torch.no_grad()
