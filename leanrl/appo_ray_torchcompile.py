@@ -1261,7 +1261,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 class CompiledAPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it; with continuous actions also statistics to normalise by."""
 
-    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
+    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int | tuple[int], device: torch.device):
         super().__init__()

@@ -1377,28 +1377,28 @@ def compiled_beside(steps: list[Callable], run: Run):
         for step in steps:
             step()
 
-    started, ray = run.now(), sys.modules.get("ray")  # whose threads a fork would not copy
+    started, seconds_before, ray = run.now(), run.warmup_seconds, sys.modules.get("ray")
     helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
     try:
-        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())
+        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())  # a fork does not copy Ray's threads
         if run.device.type == "cpu" and is_safe and not run.args.resume:
             helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
         if helper.pid is not None and seconds > 8:  # else everything is in the cache already
             helper.join(timeout=seconds)  # no longer, should it hang
-            run.warmup_seconds += run.now() - started - seconds
     finally:
         if helper.pid is not None:
             helper.kill()
             helper.join()
+        run.warmup_seconds = seconds_before + run.now() - started
 
 
 # ---- Agent ----
 class CompiledMemoryDQNAgent(nn.Module):
     """The network and its memory of every environment, its target, its optimiser, the replay, and the update."""
 
-    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
+    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()

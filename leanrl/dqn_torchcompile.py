@@ -709,7 +709,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 class CompiledDQNAgent(nn.Module):
     """The network, its target, its optimiser, and the update on them."""
 
-    # What `main` compiles and captures takes and returns no tensors; it works on those here, of fixed address.
+    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
     # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
