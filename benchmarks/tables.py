@@ -46,7 +46,7 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "impala_ray": "IMPALA, Ray actors",
     "appo_ray": "Asynchronous PPO, Ray actors",
 }
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000"]
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000", "#7b3294", "#a6611a"]
 COLUMNS = 3  # of panels
 SMOOTHING = 20  # episodes in a point of a learning curve
 
@@ -543,7 +543,10 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 
 
 def plot(results: Path, output: Path) -> None:
-    """Draws return against steps: a panel an environment, a colour a script, a line a seed."""
+    """Draws return against steps: a panel an environment, a colour a script, a line a seed.
+
+    Dashed lines are runs with hyperparameters that are not the defaults, and those that were stopped and resumed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -552,33 +555,35 @@ def plot(results: Path, output: Path) -> None:
     if not groups:
         fail(f"--plot: there are no results in {results / 'learning'}")
     environments = sorted({key[0] for key in groups})
-    kinds = sorted({key[1:3] for key in groups})
-    colours = dict(zip(kinds, COLOURS * len(kinds)))
+    scripts = sorted({key[1] for key in groups})
+    colours = dict(zip(scripts, COLOURS * len(scripts)))
     columns, rows = min(COLUMNS, len(environments)), -(-len(environments) // COLUMNS)
     figure, labelled = Figure(figsize=(4.6 * columns, 3.4 * rows + 0.8), layout="constrained"), set()
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in panels[len(environments) :]:
         axes.remove()
     for axes, environment in zip(panels, environments):
-        for (env_id, *kind, _), group in groups.items():
+        for (env_id, script, variant, _), group in groups.items():
             if env_id != environment:
                 continue
             for result in group:
                 episodes = result["episodes"]
                 points = zip(episodes.get("global_step", []), episodes.get("return", []))
                 points = [(step / 1000, value) for step, value in points if value is not None]
-                label = f"{kind[0]}, {kind[1]}" if tuple(kind) not in labelled else None  # each kind once
-                labelled.add(tuple(kind))
+                label = script if script not in labelled else None  # each script once
+                labelled.add(script)
                 smoothed = smooth([value for _, value in points], SMOOTHING)
-                colour = colours[tuple(kind)]
-                axes.plot([step for step, _ in points], smoothed, color=colour, linewidth=1.2, alpha=0.85, label=label)
+                style = {"color": colours[script], "linestyle": "--" if "," in variant else "-"}
+                axes.plot([step for step, _ in points], smoothed, **style, linewidth=1.2, alpha=0.85, label=label)
         axes.set_title(environment, loc="left")
         axes.set_xlabel("environment steps (thousands)")
         axes.set_ylabel(f"return (mean of {SMOOTHING} training episodes)")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.margins(x=0.01)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
+    legend = figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    for line in legend.get_lines():
+        line.set_linestyle("-")
     figure.savefig(output, dpi=150, metadata={"Software": None})
     print(f"learning curves, one line a seed: {output}")
 

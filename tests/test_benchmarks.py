@@ -508,6 +508,10 @@ def test_plot(tmp_path, results):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_each_script_has_a_colour_of_its_own():
+    assert len(set(tables.COLOURS)) == len(tables.COLOURS) >= len([*speed.SCRIPTS.glob("*_torchcompile.py")])
+
+
 def test_smoothing():
     assert tables.smooth([1, 3, 5, 7], 2) == [1, 2, 4, 6]
 
