@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3"]
+#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3",
+# ]
 # ///
 """Asynchronous PPO: actors that do not wait, one learner, PPO's epochs (https://arxiv.org/abs/1707.06347) on V-trace.
 
@@ -11,7 +12,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
 `appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
-    python leanrl/appo_ray.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 \
+    python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
         --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0
 
@@ -1198,10 +1199,16 @@ class APPOAgent(nn.Module):
         self.network = make_actor_critic(shape, actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
         if self.is_continuous:
+            self.normalizer = self.network[0]
             self.observation_moments, self.return_moments = RunningMoments(*shape), RunningMoments(1)
             self.returns = np.zeros((max(args.num_actors, 1), args.num_envs))
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
+        size = args.num_envs * args.batch_fragments * args.fragment_length
+        shapes = {name: () for name in ("log_prob", "value", "advantage", "return", "valid")}
+        shapes["action"] = actions if self.is_continuous else ()
+        self.rows = {name: torch.zeros(size, *rest, device=device) for name, rest in shapes.items()}
+        self.rows["observation"] = self.batch.tensors["observation"].new_zeros(size, *shape)
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def weights(self) -> list[torch.Tensor]:
@@ -1211,7 +1218,7 @@ class APPOAgent(nn.Module):
     def follow_observations(self) -> None:
         """Has the next version of the weights normalise by what has been seen up to now."""
         if self.is_continuous:
-            self.network[0].follow(self.observation_moments)
+            self.normalizer.follow(self.observation_moments)
 
     def take(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
         """Makes a fragment the i-th of the batch; with continuous actions it goes into the statistics, too."""
@@ -1275,7 +1282,9 @@ class APPOAgent(nn.Module):
         ends = (batch["terminated"], batch["truncated"], batch["valid"])
         target, _ = vtrace(value, weight, reward, *ends, args)
         estimates = {"value": value[:-1], "advantage": target - value[:-1], "return": target, "valid": batch["valid"]}
-        self.rows = rows | {"log_prob": log_prob} | {name: tensor.flatten() for name, tensor in estimates.items()}
+        rows |= {"log_prob": log_prob} | {name: tensor.flatten() for name, tensor in estimates.items()}
+        for name, tensor in rows.items():
+            self.rows[name].copy_(tensor)
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""

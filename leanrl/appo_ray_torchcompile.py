@@ -1,7 +1,9 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3", "tensordict>=0.15,<0.16"]
+#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3",
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """Asynchronous PPO: actors that do not wait, one learner, PPO's epochs (https://arxiv.org/abs/1707.06347) on V-trace.
 
@@ -10,7 +12,7 @@ Actors play with weights that may be some versions old, and send fragments of wh
 policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/abs/2110.00641). Without lag it is PPO.
 `appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
-    python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
+    python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
     python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
         --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0
@@ -1192,18 +1194,15 @@ def stacked_frames(is_new: np.ndarray, stack: int) -> np.ndarray:
     return np.maximum(rows, first[:, :, None]) + stack - 1
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -1245,45 +1244,39 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----
 class CompiledAPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it; with continuous actions also statistics to normalise by."""
 
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
-
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int | tuple[int], device: torch.device):
         super().__init__()
         self.args, self.device = args, device
         self.is_continuous = isinstance(actions, tuple)
         self.batch = Batch(args, shape, actions if self.is_continuous else (), device)
-        network = make_actor_critic(shape, actions).to(device)
-        self.module = FlatModule(network)
+        self.module = FlatModule(make_actor_critic(shape, actions).to(device))
         self.network = nn.Buffer(self.module.flatten())
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         if self.is_continuous:
-            self.normalizer = network[0]
+            self.normalizer = self.module.module[0]
             self.observation_moments, self.return_moments = RunningMoments(*shape), RunningMoments(1)
             self.returns = np.zeros((max(args.num_actors, 1), args.num_envs))
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
         size = args.num_envs * args.batch_fragments * args.fragment_length
         shapes = {name: () for name in ("log_prob", "value", "advantage", "return", "valid")}
         shapes["action"] = actions if self.is_continuous else ()
         self.rows = {name: torch.zeros(size, *rest, device=device) for name, rest in shapes.items()}
         self.rows["observation"] = self.batch.tensors["observation"].new_zeros(size, *shape)
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
-        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-        self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def weights(self) -> list[torch.Tensor]:
@@ -1444,8 +1437,8 @@ def main(args: Args) -> None:
     else:
         recipe = (AtariEnvironments if len(shape) == 3 else GymEnvironments, build, act_discrete)
     with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
-        # Compilation and capture: a full graph to prepare a batch, and one for an update
-        steps = [agent.learn, agent.prepare]
+        # Compilation and capture: full graphs to prepare a batch and to update
+        steps = [agent.learn, agent.prepare]  # they take and return no tensors, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1457,7 +1450,9 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
+            started = run.now()
             warm_up(steps, agent, run)
+            run.warmup_seconds += run.now() - started
         agent.learn, agent.prepare = steps
 
         fleet.publish(agent.weights())

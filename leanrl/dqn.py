@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+# ]
 # ///
 """Deep Q-learning, DQN, for vector observations (Mnih et al. 2015, https://www.nature.com/articles/nature14236).
 
@@ -9,6 +10,7 @@ targets from a copy of itself that is renewed now and then. It acts greedily, bu
 `dqn.py` is the eager reference, to be read first; `dqn_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn.py --env-id CartPole-v1 --seed 1
+    python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 
 Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns and fps are in the README.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.

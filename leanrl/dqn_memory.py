@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+# ]
 # ///
 """DQN with a memory, for tasks whose observations do not tell all (Mnih et al. 2015, Kapturowski et al. 2019).
 
@@ -11,6 +12,7 @@ memory had before it when it was seen, or from zero, in both cases brought up to
 `dqn_memory.py` is the eager reference, to be read first; `dqn_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
+    python leanrl/dqn_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
 What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
 benchmarks; a copy of the script needs an --env-id of its own.

@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "tensordict>=0.15,<0.16"]
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """DQN with a memory, for tasks whose observations do not tell all (Mnih et al. 2015, Kapturowski et al. 2019).
 
@@ -11,6 +12,7 @@ memory had before it when it was seen, or from zero, in both cases brought up to
 (R2D2's section 3); episodes longer than a slice need the former. Targets are those of double DQN.
 `dqn_memory.py` is the eager reference, to be read first; `dqn_memory_torchcompile.py` is the same at full speed.
 
+    python leanrl/dqn_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
     python leanrl/dqn_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
 What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
@@ -1302,18 +1304,15 @@ class SliceReplay:
         self.fields["valid"][(self.added - 1) % self.rows] = False  # what followed was not seen: new episodes begin
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -1355,16 +1354,13 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 @contextlib.contextmanager
@@ -1377,11 +1373,10 @@ def compiled_beside(steps: list[Callable], run: Run):
         for step in steps:
             step()
 
-    started, seconds_before, ray = run.now(), run.warmup_seconds, sys.modules.get("ray")
+    started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
     try:
-        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())  # a fork does not copy Ray's threads
-        if run.device.type == "cpu" and is_safe and not run.args.resume:
+        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
             helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
@@ -1391,14 +1386,11 @@ def compiled_beside(steps: list[Callable], run: Run):
         if helper.pid is not None:
             helper.kill()
             helper.join()
-        run.warmup_seconds = seconds_before + run.now() - started
 
 
 # ---- Agent ----
 class CompiledMemoryDQNAgent(nn.Module):
     """The network and its memory of every environment, its target, its optimiser, the replay, and the update."""
-
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
@@ -1512,8 +1504,8 @@ def main(args: Args) -> None:
     print(f"replay buffer: {agent.buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent, agent.buffer) as run:
-        # Compilation and capture: a full graph to act, and for an update
-        steps = [agent.learn, agent.choose]
+        # Compilation and capture: full graphs to act and to update
+        steps = [agent.learn, agent.choose]  # they take and return no tensors, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1530,9 +1522,11 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
+            started = run.now()
             with compiled_beside(steps[1:], run):
                 warm_up(steps[:1], agent, run)
             warm_up(steps, agent, run)
+            run.warmup_seconds += run.now() - started
         agent.learn, agent.choose = steps
 
         if run.global_step:

@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "tensordict>=0.15,<0.16"]
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """Deep Q-learning, DQN, for vector observations (Mnih et al. 2015, https://www.nature.com/articles/nature14236).
 
@@ -9,6 +10,7 @@ An off-policy method for discrete actions: a network learns every action's value
 targets from a copy of itself that is renewed now and then. It acts greedily, but at random with a falling chance ε.
 `dqn.py` is the eager reference, to be read first; `dqn_torchcompile.py` is the same at full speed.
 
+    python leanrl/dqn.py --env-id CartPole-v1 --seed 1
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 
 Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns and fps are in the README.
@@ -640,18 +642,15 @@ class ReplayRing:
         self.upload()
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -693,24 +692,18 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----
 class CompiledDQNAgent(nn.Module):
     """The network, its target, its optimiser, and the update on them."""
-
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
-    # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
@@ -736,6 +729,7 @@ class CompiledDQNAgent(nn.Module):
         if self.is_stale:
             self.host_network.copy_(self.q_network)
             self.is_stale = False
+        # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
             observation = np.maximum(observation.dot(hidden_weight) + hidden_bias, 0)
@@ -787,7 +781,7 @@ def main(args: Args) -> None:
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent, buffer) as run:
-        # Compilation and capture: a full graph for an update
+        # Compilation and capture: a full graph to update, without arguments and results, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -798,7 +792,9 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             agent.learn = CudaGraphModule(agent.learn, warmup=3)
         if args.compile or args.cudagraphs:
+            started = run.now()
             warm_up([agent.learn], agent, run)
+            run.warmup_seconds += run.now() - started
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))

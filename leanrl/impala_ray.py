@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3"]
+#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3",
+# ]
 # ///
 """IMPALA for discrete actions: many actors, one learner, V-trace (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561).
 
@@ -10,6 +11,7 @@ clipped ratios of probabilities, for what its own policy would have done, and ma
 `impala_ray.py` is the eager reference, to be read first; `impala_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/impala_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
+    python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
 
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
 Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's flags:

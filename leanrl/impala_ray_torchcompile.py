@@ -1,7 +1,9 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3", "tensordict>=0.15,<0.16"]
+#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3",
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """IMPALA for discrete actions: many actors, one learner, V-trace (Espeholt et al. 2018, https://arxiv.org/abs/1802.01561).
 
@@ -9,6 +11,7 @@ Actors play with weights that may be some versions old, and send fragments of wh
 clipped ratios of probabilities, for what its own policy would have done, and makes one update of an actor-critic.
 `impala_ray.py` is the eager reference, to be read first; `impala_ray_torchcompile.py` is the same at full speed.
 
+    python leanrl/impala_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
     python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
 
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
@@ -1071,18 +1074,15 @@ def stacked_frames(is_new: np.ndarray, stack: int) -> np.ndarray:
     return np.maximum(rows, first[:, :, None]) + stack - 1
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -1124,23 +1124,18 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 # ---- Agent ----
 class CompiledIMPALAAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
-
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int, device: torch.device):
         super().__init__()
@@ -1236,7 +1231,7 @@ def main(args: Args) -> None:
     make_envs = AtariEnvironments if len(shape) == 3 else GymEnvironments
     recipe = (make_envs, functools.partial(make_network, shape, actions), act_discrete)
     with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
-        # Compilation and capture: a full graph for an update
+        # Compilation and capture: a full graph to update, without arguments and results, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1248,7 +1243,9 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             agent.update = CudaGraphModule(agent.update, warmup=3)
         if args.compile or args.cudagraphs:
+            started = run.now()
             warm_up([agent.update], agent, run)
+            run.warmup_seconds += run.now() - started
 
         fleet.publish(agent.weights())
         learning_rate = args.learning_rate

@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "envpool>=1.2.5,<1.3", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# dependencies = ["torch>=2.11", "envpool>=1.2.5,<1.3", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+# ]
 # ///
 """Proximal policy optimisation, PPO, for Atari games (Schulman et al. 2017, https://arxiv.org/abs/1707.06347).
 
@@ -9,6 +10,7 @@ had expected, and a few epochs of minibatches raise their probability, but no fu
 `ppo_atari_envpool.py` is the eager reference; `ppo_atari_envpool_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5 --seed 1
+    python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1 --compile --cudagraphs
 
 Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. See the README for ours.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.

@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "envpool>=1.2.5,<1.3", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "tensordict>=0.15,<0.16"]
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """Proximal policy optimisation, PPO, for Atari games (Schulman et al. 2017, https://arxiv.org/abs/1707.06347).
 
@@ -9,6 +10,7 @@ An on-policy method: the policy collects a rollout, generalised advantages say w
 had expected, and a few epochs of minibatches raise their probability, but no further than a clipped ratio allows.
 `ppo_atari_envpool.py` is the eager reference; `ppo_atari_envpool_torchcompile.py` is the same at full speed.
 
+    python leanrl/ppo_atari_envpool.py --env-id Breakout-v5 --seed 1
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1 --compile --cudagraphs
 
 Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. See the README for ours.
@@ -553,18 +555,15 @@ def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tens
     return values
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -606,16 +605,13 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 @contextlib.contextmanager
@@ -628,11 +624,10 @@ def compiled_beside(steps: list[Callable], run: Run):
         for step in steps:
             step()
 
-    started, seconds_before, ray = run.now(), run.warmup_seconds, sys.modules.get("ray")
+    started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
     try:
-        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())  # a fork does not copy Ray's threads
-        if run.device.type == "cpu" and is_safe and not run.args.resume:
+        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
             helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
@@ -642,14 +637,12 @@ def compiled_beside(steps: list[Callable], run: Run):
         if helper.pid is not None:
             helper.kill()
             helper.join()
-        run.warmup_seconds = seconds_before + run.now() - started
 
 
 # ---- Agent ----
 class CompiledAtariPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
 
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
     # The rollout's observations have the channels last, which is fastest for convolutions. The environments are in
     # groups of `group_size` that take turns: a call of `choose` acts for one of them.
 
@@ -799,8 +792,8 @@ def main(args: Args) -> None:
 
     torch.set_num_threads(threads)
     with Run(args, device, agent) as run:
-        # Compilation and capture: a full graph to act, to prepare a rollout, and for an update
-        steps = [agent.learn, agent.choose, agent.prepare]
+        # Compilation and capture: full graphs to act, to prepare a rollout and to update
+        steps = [agent.learn, agent.choose, agent.prepare]  # they take and return no tensors, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -811,9 +804,11 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
+            started = run.now()
             with compiled_beside(steps[1:], run):
                 warm_up(steps[:1], agent, run)
             warm_up(steps, agent, run)
+            run.warmup_seconds += run.now() - started
         agent.learn, agent.choose, agent.prepare = steps
 
         sequence = np.random.SeedSequence([args.seed, run.global_step])

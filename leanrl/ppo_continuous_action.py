@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+# ]
 # ///
 """Proximal policy optimisation, PPO, for continuous actions (Schulman et al. 2017, https://arxiv.org/abs/1707.06347).
 
@@ -9,6 +10,7 @@ had expected, and a few epochs of minibatches raise their probability, but no fu
 `ppo_continuous_action.py` is the eager reference; `ppo_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo_continuous_action.py --env-id HalfCheetah-v4 --seed 1
+    python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published returns at 1M steps (CleanRL): HalfCheetah-v4 1,443 ± 46, Walker2d-v4 2,288 ± 572. Ours are in the README.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.

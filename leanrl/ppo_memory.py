@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+# ]
 # ///
 """PPO with a memory, for tasks whose observations do not tell all (Schulman et al. 2017, Lu et al. 2023).
 
@@ -10,6 +11,7 @@ by one. A minibatch is whole environments, from the states in which the rollout 
 `ppo_memory.py` is the eager reference, to be read first; `ppo_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
+    python leanrl/ppo_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
 What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
 benchmarks; a copy of the script needs an --env-id of its own.

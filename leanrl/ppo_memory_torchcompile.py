@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "tensordict>=0.15,<0.16"]
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """PPO with a memory, for tasks whose observations do not tell all (Schulman et al. 2017, Lu et al. 2023).
 
@@ -10,6 +11,7 @@ MinGRU, LRU, S5 and FFM, whose states are linear recurrences, take all steps of 
 by one. A minibatch is whole environments, from the states in which the rollout found them; the rest is PPO.
 `ppo_memory.py` is the eager reference, to be read first; `ppo_memory_torchcompile.py` is the same at full speed.
 
+    python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
     python leanrl/ppo_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
 What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
@@ -1248,18 +1250,15 @@ class Rollout:
             tensor.copy_(host, non_blocking=True)
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -1301,16 +1300,13 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 @contextlib.contextmanager
@@ -1323,11 +1319,10 @@ def compiled_beside(steps: list[Callable], run: Run):
         for step in steps:
             step()
 
-    started, seconds_before, ray = run.now(), run.warmup_seconds, sys.modules.get("ray")
+    started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
     try:
-        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())  # a fork does not copy Ray's threads
-        if run.device.type == "cpu" and is_safe and not run.args.resume:
+        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
             helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
@@ -1337,14 +1332,11 @@ def compiled_beside(steps: list[Callable], run: Run):
         if helper.pid is not None:
             helper.kill()
             helper.join()
-        run.warmup_seconds = seconds_before + run.now() - started
 
 
 # ---- Agent ----
 class CompiledMemoryPPOAgent(nn.Module):
     """The network and its memory of every environment, its optimiser, and the update on it."""
-
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
@@ -1501,8 +1493,8 @@ def main(args: Args) -> None:
     agent = CompiledMemoryPPOAgent(args, envs, device)
 
     with Run(args, device, agent) as run:
-        # Compilation and capture: a full graph to act, to prepare a rollout, and for an update
-        steps = [agent.learn, agent.prepare, agent.choose]
+        # Compilation and capture: full graphs to act, to prepare a rollout and to update
+        steps = [agent.learn, agent.prepare, agent.choose]  # they take and return no tensors, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1519,9 +1511,11 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
+            started = run.now()
             with compiled_beside(steps[1:], run):
                 warm_up(steps[:1], agent, run)
             warm_up(steps, agent, run)
+            run.warmup_seconds += run.now() - started
         agent.learn, agent.prepare, agent.choose = steps
 
         if run.global_step:

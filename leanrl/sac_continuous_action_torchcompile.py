@@ -1,7 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "tensordict>=0.15,<0.16"]
+#   "tensordict>=0.15,<0.16",
+# ]
 # ///
 """Soft actor-critic for continuous actions (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905).
 
@@ -9,6 +10,7 @@ An off-policy method: a tanh-squashed Gaussian policy maximises reward plus entr
 value from replayed transitions (the smaller estimate counts), and the temperature α is tuned towards a target entropy.
 `sac_continuous_action.py` is the eager reference; `sac_continuous_action_torchcompile.py` is the same at full speed.
 
+    python leanrl/sac_continuous_action.py --env-id HalfCheetah-v4 --seed 1
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own returns and fps are in the README.
@@ -661,18 +663,15 @@ class ReplayRing:
         self.upload()
 
 
-# ---- Flat parameters ----
+# ---- For compilation and capture ----
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    A matrix lies in it with its longer dimension last, as BLAS is slow at products whose rows in memory are short.
-    """
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
+        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -714,16 +713,13 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-# ---- Compilation and capture ----
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
-    started = run.now()
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
 
 
 @contextlib.contextmanager
@@ -736,11 +732,10 @@ def compiled_beside(steps: list[Callable], run: Run):
         for step in steps:
             step()
 
-    started, seconds_before, ray = run.now(), run.warmup_seconds, sys.modules.get("ray")
+    started = run.now()
     helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
     try:
-        is_safe = sys.platform == "linux" and not (ray and ray.is_initialized())  # a fork does not copy Ray's threads
-        if run.device.type == "cpu" and is_safe and not run.args.resume:
+        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
             helper.start()  # before `warm_up`, which may start threads
         yield
         seconds = run.now() - started
@@ -750,14 +745,11 @@ def compiled_beside(steps: list[Callable], run: Run):
         if helper.pid is not None:
             helper.kill()
             helper.join()
-        run.warmup_seconds = seconds_before + run.now() - started
 
 
 # ---- Agent ----
 class CompiledSACAgent(nn.Module):
     """Networks, their optimisers, and the updates on them."""
-
-    # What `main` compiles and captures works on tensors of fixed address: to take or return others would cost copies.
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
@@ -878,8 +870,8 @@ def main(args: Args) -> None:
 
     torch.set_num_threads(threads)
     with Run(args, device, agent, buffer) as run:
-        # Compilation and capture: a full graph for acting, and for each kind of update
-        choose, learn = agent.choose, agent.learn
+        # Compilation and capture: full graphs to act and for each kind of update
+        choose, learn = agent.choose, agent.learn  # they take and return no tensors, which would be copied
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -895,10 +887,12 @@ def main(args: Args) -> None:
         if args.cudagraphs:
             steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
+            started = run.now()
             first, *rest = steps.values()
             with compiled_beside(rest, run):
                 warm_up([first], agent, run)
             warm_up([first, *rest], agent, run)
+            run.warmup_seconds += run.now() - started
         agent.choose = steps.pop("choose")
 
         def update_all() -> None:

@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0"]
+# dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+# ]
 # ///
 """Twin delayed deep deterministic policy gradient, TD3 (Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477).
 
@@ -10,6 +11,7 @@ and all target networks move only at every second update.
 `td3_continuous_action.py` is the eager reference; `td3_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v4 --seed 1
+    python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published return at 1M steps (CleanRL): HalfCheetah-v4 9,583 ± 126. Our own returns and fps are in the README.
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
