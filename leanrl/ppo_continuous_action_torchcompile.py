@@ -839,7 +839,7 @@ def main(args: Args) -> None:
             started = run.now()
             with compiled_beside(steps[1:], run):
                 warm_up(steps[:1], agent, run)
-            warm_up(steps, agent, run)
+            warm_up(steps[1:], agent, run)
             run.warmup_seconds += run.now() - started
         agent.learn, agent.prepare = steps
 

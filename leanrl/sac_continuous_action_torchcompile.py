@@ -891,7 +891,7 @@ def main(args: Args) -> None:
             first, *rest = steps.values()
             with compiled_beside(rest, run):
                 warm_up([first], agent, run)
-            warm_up([first, *rest], agent, run)
+            warm_up(rest, agent, run)
             run.warmup_seconds += run.now() - started
         agent.choose = steps.pop("choose")
 

@@ -1,5 +1,6 @@
 """Runs with --compile: nothing is compiled in the fps window, and it is the run that the script makes without it."""
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -131,6 +132,36 @@ def test_same_random_numbers_same_losses(both):
     assert last[0] == pytest.approx(last[1], abs=1e-2)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
+    """Every step's, and waiting for the process beside it."""
+    module, slept = importlib.import_module(script), []
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        slept.append(seconds)
+
+    @contextlib.contextmanager
+    def compiled_beside(steps, run):
+        yield
+        sleep(0.2)
+
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    monkeypatch.setattr(module, "warm_up", lambda steps, *_: sleep(0.1 * len(steps)))
+    if hasattr(module, "compiled_beside"):
+        monkeypatch.setattr(module, "compiled_beside", compiled_beside)
+    flags = ON_POLICY if script.startswith("ppo") else OFF_POLICY
+    if "memory" in script:
+        flags = [
+            *flags,
+            "--num-envs",
+            1,
+            *(["--num-minibatches", 1] if script.startswith("ppo") else ["--slice-length", 8]),
+        ]
+    run = launch(script, "--total-timesteps", 100, *flags, "--compile")
+    assert 0 < sum(slept) <= run.summary["warmup_seconds"] < run.summary["wall_seconds"]
+
+
 # ---- The process that compiles beside the run ----
 time_of_run = SimpleNamespace(now=time.perf_counter)
 
@@ -152,16 +183,13 @@ def warm_up(tmp_path):
 
         steps = [functools.partial(step, number) for number in range(len(works))]
         args = SimpleNamespace(resume=None)
-        run = SimpleNamespace(device=torch.device("cpu"), now=time_of_run.now, args=args, warmup_seconds=0.0)
-        started = run.now()
+        run = SimpleNamespace(device=torch.device("cpu"), now=time_of_run.now, args=args)
         try:
             with sac.compiled_beside(steps[1:], run):
                 sac.warm_up(steps[:1], agent, run)
-            sac.warm_up(steps, agent, run)
+            sac.warm_up(steps[1:], agent, run)
         finally:
             agent.files = {path.name: path.read_text() for path in tmp_path.iterdir()}
-        seconds = run.now() - started
-        assert 0.9 * seconds < run.warmup_seconds <= seconds, "all of it counts, waiting for the other process included"
         return agent
 
     warm_up.agent = agent
@@ -234,7 +262,7 @@ def hangs():
     time.sleep(1e6)
 
 args = types.SimpleNamespace(resume=None)
-run = types.SimpleNamespace(device=torch.device("cpu"), now=time.time, args=args, warmup_seconds=0.0)
+run = types.SimpleNamespace(device=torch.device("cpu"), now=time.time, args=args)
 with sac.compiled_beside([hangs], run):
     sac.warm_up([interrupted], torch.nn.Module(), run)
 """
