@@ -390,7 +390,7 @@ class Run:
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
-        means = np.mean(self.recent, axis=0).round(4).tolist() if self.recent else (None, None)
+        means = [round(sum(column) / len(column), 4) for column in zip(*self.recent)] or (None, None)
         return {"episode_return": means[0], "episode_length": means[1]}
 
     def now(self) -> float:
