@@ -12,6 +12,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
 `appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
+    python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
     python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
         --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0
@@ -1199,7 +1200,6 @@ class APPOAgent(nn.Module):
         self.network = make_actor_critic(shape, actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
         if self.is_continuous:
-            self.normalizer = self.network[0]
             self.observation_moments, self.return_moments = RunningMoments(*shape), RunningMoments(1)
             self.returns = np.zeros((max(args.num_actors, 1), args.num_envs))
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
@@ -1217,8 +1217,9 @@ class APPOAgent(nn.Module):
 
     def follow_observations(self) -> None:
         """Has the next version of the weights normalise by what has been seen up to now."""
-        if self.is_continuous:
-            self.normalizer.follow(self.observation_moments)
+        for module in self.modules():
+            if isinstance(module, Normalizer):
+                module.follow(self.observation_moments)
 
     def take(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
         """Makes a fragment the i-th of the batch; with continuous actions it goes into the statistics, too."""

@@ -13,6 +13,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
 `appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
+    python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
     python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
         --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0
@@ -1202,7 +1203,8 @@ class FlatModule:
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
+        owners = [part._parameters for part in module.modules()]
+        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -1285,8 +1287,9 @@ class CompiledAPPOAgent(nn.Module):
 
     def follow_observations(self) -> None:
         """Has the next version of the weights normalise by what has been seen up to now."""
-        if self.is_continuous:
-            self.normalizer.follow(self.observation_moments)
+        for module in self.modules():
+            if isinstance(module, Normalizer):
+                module.follow(self.observation_moments)
 
     def take(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
         """Makes a fragment the i-th of the batch; with continuous actions it goes into the statistics, too."""
@@ -1438,7 +1441,7 @@ def main(args: Args) -> None:
         recipe = (AtariEnvironments if len(shape) == 3 else GymEnvironments, build, act_discrete)
     with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
         # Compilation and capture: full graphs to prepare a batch and to update
-        steps = [agent.learn, agent.prepare]  # they take and return no tensors, which would be copied
+        steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go

@@ -604,7 +604,8 @@ class FlatModule:
         self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        self.places = [(m._parameters, name) for m in module.modules() for name, _ in m.named_parameters(recurse=False)]
+        owners = [part._parameters for part in module.modules()]
+        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -824,7 +825,7 @@ def main(args: Args) -> None:
 
     with Run(args, device, agent) as run:
         # Compilation and capture: full graphs to prepare a rollout and to update
-        steps = [agent.learn, agent.prepare]  # they take and return no tensors, which would be copied
+        steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go

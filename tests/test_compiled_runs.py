@@ -134,8 +134,8 @@ def test_same_random_numbers_same_losses(both):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
-    """Every step's, and waiting for the process beside it."""
-    module, slept = importlib.import_module(script), []
+    """Every step's, each of which is warmed up once, and waiting for the process beside it."""
+    module, slept, warmed_up = importlib.import_module(script), [], []
 
     def sleep(seconds):
         time.sleep(seconds)
@@ -146,8 +146,12 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
         yield
         sleep(0.2)
 
+    def warm_up(steps, agent, run):
+        sleep(0.1 * len(steps))
+        warmed_up.extend(steps)
+
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    monkeypatch.setattr(module, "warm_up", lambda steps, *_: sleep(0.1 * len(steps)))
+    monkeypatch.setattr(module, "warm_up", warm_up)
     if hasattr(module, "compiled_beside"):
         monkeypatch.setattr(module, "compiled_beside", compiled_beside)
     flags = ON_POLICY if script.startswith("ppo") else OFF_POLICY
@@ -160,6 +164,12 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
         ]
     run = launch(script, "--total-timesteps", 100, *flags, "--compile")
     assert 0 < sum(slept) <= run.summary["warmup_seconds"] < run.summary["wall_seconds"]
+    kinds = {"sac_continuous_action": 2, "td3_continuous_action": 2, "dqn": 0, "dqn_memory": 1, "ppo_memory": 2}
+    assert (
+        len(warmed_up)
+        == len({id(step) for step in warmed_up})
+        == 1 + kinds.get(script.removesuffix("_torchcompile"), 1)
+    )
 
 
 # ---- The process that compiles beside the run ----

@@ -72,6 +72,18 @@ def test_block_repeats_lines_of_the_requirement_files(script):
     assert not unknown, f"{script.name} depends on {unknown}; the lines of requirements/*.txt are {sorted(known)}"
 
 
+@pytest.mark.parametrize(
+    "script", [path for path in SCRIPTS if path.stem.endswith("_torchcompile")], ids=lambda p: p.stem
+)
+def test_a_pair_opens_alike(script):
+    """Block and docstring; the compiled script alone needs tensordict."""
+    eager = script.with_stem(script.stem.removesuffix("_torchcompile"))
+    heads = [path.read_text().partition("\nimport ")[0].splitlines() for path in (eager, script)]
+    assert [line for line in heads[1] if "tensordict" not in line] == heads[0]
+    for path in (eager, script):
+        assert f"\n    python leanrl/{path.name} --env-id " in "\n".join(heads[0]), "how to run it"
+
+
 @each_script
 def test_block_names_what_the_script_imports_and_no_more(script):
     tree = ast.parse(script.read_text())
