@@ -428,6 +428,8 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
+        if self.is_cut:  # compiled code may have made an error of its own of it
+            kind = KeyboardInterrupt
         status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
@@ -455,7 +457,7 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if status == "interrupted":
-            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+            sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
         if kind in (FloatingPointError, ChildProcessError):
             sys.exit(f"error: {error}")
 

@@ -346,6 +346,21 @@ def test_an_error_in_the_environment_fails(launch, script):
     assert run.out.splitlines()[-1] == f"failed at step 89: {run.folder}"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_of_which_compiled_code_made_an_error(launch, monkeypatch, number):
+    """As PyTorch's C++ does of an exception in the middle of one of its calls."""
+
+    def interrupted(*_):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise RuntimeError("API call failed") from None
+
+    monkeypatch.setattr(importlib.import_module("dqn"), "first_observations", interrupted)
+    run = launch("dqn", *small("dqn"), raises=SystemExit)
+    assert run.error.code == 128 + number and run.summary["status"] == "interrupted"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name, number", [("Interrupting", signal.SIGINT), ("Terminating", signal.SIGTERM)])
 def test_a_signal_interrupts(launch, script, name, number):
