@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16",
 # ]
 # ///
 """Deep Q-learning, DQN, for vector observations (Mnih et al. 2015, https://www.nature.com/articles/nature14236).
@@ -16,6 +17,7 @@ Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import array
 import contextlib
 import copy
 import difflib
@@ -46,6 +48,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -107,7 +110,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -494,49 +497,149 @@ def times_due(step: int, num_envs: int, frequency: int) -> int:
     return step // frequency - (step - num_envs) // frequency
 
 
-# ---- Replay ----
-class ReplayBuffer:
-    """A ring of the last transitions, in host memory, sampled uniformly with replacement."""
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+
+# ---- Replay ----
+class ReplayRing:
+    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
+
+    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
+    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
+    bootstrapped from where it leads.
+
+    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. `write`, `draw` and
+    `sample` work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.batch_size, self.device, self.added = args.batch_size, device, 0
-        shapes = {"observation": env.observation_space.shape, "next_observation": env.observation_space.shape}
-        shapes |= {"action": env.action_space.shape, "reward": (), "terminated": ()}
-        self.fields = {name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()}
-        self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
+        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
+        at_once = -(-getattr(args, "train_frequency", 1) // args.num_envs) * args.num_envs  # are staged, at the most
+        self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
+        # Each truncation takes a slot more, so that many of them leave room for fewer transitions
+        self.slots, self.taken = self.rows + self.rows // 100 + 2 * self.ahead, 0
+        self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
+        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
+
+        observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
+        dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
+            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
+            action=torch.zeros(self.rows, *action_shape, device=device),
+            reward=torch.zeros(self.rows, device=device),
+        )
+        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+
+        # Of a transition is sent: observation, next observation, action, reward, and the bits of five integers, its row
+        # and slots, the oldest that may be drawn, and how many there are
+        self.widths = [observation_dim, observation_dim, math.prod(action_shape), 1, 5]
+        self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
+        *self.columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.columns.append(integers.view(np.int32))
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
-        """Stores a transition; one that was truncated is like any other, for its next observation is the true one."""
-        transition = (observation, next_observation, action, reward, terminated)
-        for field, value in zip(self.fields.values(), transition, strict=True):
-            field[self.added % self.capacity] = value
-        self.added += 1
+        """Stages a transition; the environments take turns."""
+        if self.filled == 0 and self.sent is not None:
+            self.sent.synchronize()  # only then may what was sent be overwritten
+        i = self.added % len(self.arrived)
+        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
+        next_slot = slot if terminated else self.take_slot()
+        self.arrived[i] = None if terminated or truncated else next_slot
+        self.owners[slot] = self.added
+        integers = (self.added % self.rows, slot, next_slot, self.oldest, self.added + 1)
+        transition = (observation, next_observation, action, reward, integers)
+        for column, value in zip(self.columns, transition, strict=True):
+            column[self.filled] = value
+        self.filled, self.added = self.filled + 1, self.added + 1
+
+    def take_slot(self) -> int:
+        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
+        self.taken += 1
+        return (self.taken - 1) % self.slots
+
+    def upload(self) -> None:
+        """Sends the staged rows to the device, with the last of them in place of those that are missing."""
+        for column in self.columns:
+            column[self.filled :] = column[self.filled - 1]
+        self.incoming.copy_(self.staged, non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
+        self.filled = 0
+
+    def write(self) -> None:
+        """Puts the rows that were sent into the ring; a second call changes nothing."""
+        observation, next_observation, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slot, next_slot = integers.view(torch.int32)[:, :3].long().unbind(1)
+        observations, actions = self.fields["observation"], self.fields["action"]
+        observations[next_slot] = next_observation.to(observations.dtype)
+        observations[slot] = observation.to(observations.dtype)  # over a terminal one
+        actions[row] = action.view(-1, *actions.shape[1:])
+        self.fields["reward"][row] = reward.squeeze(1)
+        self.fields["slots"][row] = integers.view(torch.int32)[:, 1:3]
+
+    def draw(self, coming: int = 0) -> torch.Tensor:
+        """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
+
+        Returns whether one of these is among them; bool, [1].
+        """
+        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
+        end = newest + coming
+        oldest = torch.maximum(oldest, end - self.capacity)
+        draws = torch.randint(2**62, self.drawn.shape, device=self.device)
+        self.drawn.copy_(oldest + draws % (end - oldest).clamp(min=1))
+        self.turn.zero_()
+        return self.drawn.max() >= newest
 
     def sample(self) -> dict[str, torch.Tensor]:
-        """A batch of transitions: float32 tensors of [batch_size, ...] by the names of the fields."""
-        slots = np.random.randint(min(self.added, self.capacity), size=self.batch_size)
-        return {name: torch.as_tensor(field[slots], device=self.device) for name, field in self.fields.items()}
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.copy_((self.turn + 1) % len(self.drawn))
+        return self.gather(number)
+
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
+        row = number % self.rows
+        slot, next_slot = self.fields["slots"][row].long().unbind(1)
+        observation, next_observation = (self.fields["observation"][each].float() for each in (slot, next_slot))
+        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slot == next_slot).float()}
 
     def state_dict(self) -> dict:
-        """What is in it, for a checkpoint."""
-        rows = {name: torch.as_tensor(field[: self.added]) for name, field in self.fields.items()}
-        return rows | {"added": self.added}
+        """Everything, for a checkpoint."""
+        if self.filled:
+            self.upload()
+        self.write()
+        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
+        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
+        return state | {name: field.cpu() for name, field in self.fields.items()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
-        self.added = state["added"]
+    def load_state_dict(self, state: Mapping) -> None:
+        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
         for name, field in self.fields.items():
             field[: len(state[name])] = state[name]
+        self.incoming.copy_(state["incoming"])
+        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
+        self.added, self.oldest, self.taken = state["added"], state["oldest"], state["taken"] % len(state["owners"])
 
 
 # ---- Agent ----
 class DQNAgent(nn.Module):
     """The network, its target, its optimiser, and the update on them."""
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.device = args, device
+        self.args, self.device, self.buffer = args, device, buffer
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
         self.q_network = DiscreteQNetwork(observation_dim, actions).to(device)
         self.target_network = copy.deepcopy(self.q_network)
@@ -551,6 +654,12 @@ class DQNAgent(nn.Module):
     def act(self, observation: np.ndarray) -> list[int]:
         """Greedy actions; [num_envs, observation_dim] -> [num_envs]."""
         return self.q_values(self.q_network, torch.as_tensor(observation, device=self.device)).argmax(1).tolist()
+
+    def learn(self) -> None:
+        """Stores what was sent, and makes an update."""
+        self.buffer.write()
+        self.buffer.draw()
+        self.update(self.buffer.sample())
 
     def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean squared temporal-difference error (algorithm 1), and the mean value of the batch's actions."""
@@ -588,11 +697,11 @@ def main(args: Args) -> None:
     envs = make_environments(args)
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    buffer = ReplayBuffer(args, envs[0], device)
-    agent = DQNAgent(args, envs[0], device)
+    buffer = ReplayRing(args, envs[0], device)
+    agent = DQNAgent(args, envs[0], device, buffer)
     actions = range(int(envs[0].action_space.n))
 
-    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
+    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent, buffer) as run:
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
@@ -613,13 +722,18 @@ def main(args: Args) -> None:
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
             run.step(rewards, terminated, truncated)
 
-            # Learn
+            # Learn; transitions go to the device together, before an update
+            updates = times_due(run.global_step, args.num_envs, args.train_frequency)
+            if updates:
+                buffer.upload()
             if run.global_step > run.learning_starts:
-                for _ in range(times_due(run.global_step, args.num_envs, args.train_frequency)):
-                    agent.update(buffer.sample())
+                for _ in range(updates):
+                    agent.learn()
                     run.updates += 1
                 for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):
                     agent.update_target()
+            elif updates:
+                buffer.write()
             losses = agent.losses if run.updates > run.updates_before else {}
             run.end_step(losses | {"epsilon": epsilon}, args.learning_rate)
 

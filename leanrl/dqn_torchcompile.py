@@ -17,6 +17,7 @@ Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import array
 import contextlib
 import difflib
 import fcntl
@@ -114,7 +115,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -510,73 +511,72 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 
 # ---- Replay ----
 class ReplayRing:
-    """A ring of the last transitions, on `device`, sampled uniformly with replacement; it holds each observation once.
+    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
 
-    Transition n, counted with the environments taking turns, lies in slot n % slots. Its next observation is the
-    observation of transition n + num_envs, the same environment's next; only that of a truncated one has a place of its
-    own, behind the ring. (Nothing is bootstrapped from a terminated one.)
+    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
+    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
+    bootstrapped from where it leads.
 
-    The host stages transitions, and `upload` sends them in one copy. `write`, `draw` and `sample` work on tensors of
-    fixed address and shape, so that they can be a part of a compiled and captured step.
+    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. `write`, `draw` and
+    `sample` work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
     """
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.batch_size, self.device, self.added = args.batch_size, device, 0
-        self.num_envs, frequency = args.num_envs, getattr(args, "train_frequency", 1)
-        self.rows = -(-frequency // args.num_envs) * args.num_envs  # that are staged, at the most
-        self.slots = max(self.capacity, self.rows) + args.num_envs  # beyond the capacity: the newest next observations
-        # Without a limit every step may be a truncation, and with one there may be others before it
-        longest = min(env.spec.max_episode_steps or 1, 100)
-        self.copies = self.slots // longest + args.num_envs + self.rows + 1
-        self.owners, self.truncations, self.oldest = [-1] * self.copies, 0, 0
+        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
+        at_once = -(-getattr(args, "train_frequency", 1) // args.num_envs) * args.num_envs  # are staged, at the most
+        self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
+        # Each truncation takes a slot more, so that many of them leave room for fewer transitions
+        self.slots, self.taken = self.rows + self.rows // 100 + 2 * self.ahead, 0
+        self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
+        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
 
-        # Slot `slots` is where rows that are not in use go; the copies follow it
-        observation_dim, self.action_shape = env.observation_space.shape[0], env.action_space.shape
+        observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
         dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
         self.fields = TensorDict(
-            observation=torch.zeros(self.slots + 1 + self.copies, observation_dim, dtype=dtype, device=device),
-            action=torch.zeros(self.slots + 1, *self.action_shape, device=device),
-            reward=torch.zeros(self.slots + 1, device=device),
-            terminated=torch.zeros(self.slots + 1, dtype=torch.bool, device=device),
-            next_slot=torch.zeros(self.slots + 1, dtype=torch.int32, device=device),
+            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
+            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
+            action=torch.zeros(self.rows, *action_shape, device=device),
+            reward=torch.zeros(self.rows, device=device),
         )
-        self.nbytes = sum(field.nbytes for field in self.fields.values())
-        self.drawn = torch.zeros(batches, self.batch_size, dtype=torch.long, device=device)
+        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
 
-        # A staged row: observation, next observation, action, reward, terminated; and in the bits of four integers its
-        # slots, and which transitions the ring has (in the first row)
-        self.widths = [observation_dim, observation_dim, math.prod(self.action_shape), 1, 1, 4]
-        self.staged, self.incoming = mirrored(self.rows, sum(self.widths), device=device)
+        # Of a transition is sent: observation, next observation, action, reward, and the bits of five integers, its row
+        # and slots, the oldest that may be drawn, and how many there are
+        self.widths = [observation_dim, observation_dim, math.prod(action_shape), 1, 5]
+        self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
         *self.columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.integers, self.filled = integers.view(np.int32), 0
+        self.columns.append(integers.view(np.int32))
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
-        self.saved_nbytes = 4 * self.capacity * sum(self.widths)
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
-        """Stages a transition."""
+        """Stages a transition; the environments take turns."""
         if self.filled == 0 and self.sent is not None:
             self.sent.synchronize()  # only then may what was sent be overwritten
-        next_slot = (self.added + self.num_envs) % self.slots
-        if truncated and not terminated:
-            copied = self.truncations % self.copies
-            next_slot = self.slots + 1 + copied
-            # The copies to be reused next belong to transitions that are sampled no more, nor any older one
-            self.oldest = max(self.oldest, self.owners[(copied + self.rows) % self.copies] + 1)
-            if self.oldest > max(self.added - self.capacity, 0):
-                warnings.warn("more truncations than there are copies for shorten the replay", stacklevel=2)
-            self.owners[copied], self.truncations = self.added, self.truncations + 1
-        transition = (observation, next_observation, action, reward, terminated)
+        i = self.added % len(self.arrived)
+        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
+        next_slot = slot if terminated else self.take_slot()
+        self.arrived[i] = None if terminated or truncated else next_slot
+        self.owners[slot] = self.added
+        integers = (self.added % self.rows, slot, next_slot, self.oldest, self.added + 1)
+        transition = (observation, next_observation, action, reward, integers)
         for column, value in zip(self.columns, transition, strict=True):
             column[self.filled] = value
-        self.integers[self.filled, :2] = self.added % self.slots, next_slot
         self.filled, self.added = self.filled + 1, self.added + 1
 
+    def take_slot(self) -> int:
+        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
+        self.taken += 1
+        return (self.taken - 1) % self.slots
+
     def upload(self) -> None:
-        """Sends the staged rows to the device."""
-        self.integers[self.filled :, :2] = self.slots
-        self.integers[0, 2:] = self.oldest, self.added
+        """Sends the staged rows to the device, with the last of them in place of those that are missing."""
+        for column in self.columns:
+            column[self.filled :] = column[self.filled - 1]
         self.incoming.copy_(self.staged, non_blocking=True)
         if self.sent is not None:
             self.sent.record()
@@ -584,64 +584,58 @@ class ReplayRing:
 
     def write(self) -> None:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
-        *values, integers = self.incoming.split(self.widths, 1)
-        self.put(*integers.view(torch.int32)[:, :2].long().unbind(1), *values)
-
-    def put(self, slot, next_slot, observation, next_observation, action, reward, terminated) -> None:
-        """Puts transitions into these slots; [N], [N], and the rest [N, ...]."""
-        self.fields["observation"][next_slot] = next_observation.to(self.fields["observation"].dtype)
-        values = (observation, action, reward, terminated, next_slot)
-        for field, value in zip(self.fields.values(), values, strict=True):
-            field[slot] = value.view(-1, *field.shape[1:]).to(field.dtype)  # over the next: an episode may have begun
+        observation, next_observation, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slot, next_slot = integers.view(torch.int32)[:, :3].long().unbind(1)
+        observations, actions = self.fields["observation"], self.fields["action"]
+        observations[next_slot] = next_observation.to(observations.dtype)
+        observations[slot] = observation.to(observations.dtype)  # over a terminal one
+        actions[row] = action.view(-1, *actions.shape[1:])
+        self.fields["reward"][row] = reward.squeeze(1)
+        self.fields["slots"][row] = integers.view(torch.int32)[:, 1:3]
 
     def draw(self, coming: int = 0) -> torch.Tensor:
         """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
 
         Returns whether one of these is among them; bool, [1].
         """
-        oldest, newest = self.incoming[:1, -2:].view(torch.int32).long().unbind(1)
-        oldest = torch.maximum(oldest, newest + coming - self.capacity)
+        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
+        end = newest + coming
+        oldest = torch.maximum(oldest, end - self.capacity)
         draws = torch.randint(2**62, self.drawn.shape, device=self.device)
-        self.drawn.copy_(oldest + draws % (newest + coming - oldest).clamp(min=1))
+        self.drawn.copy_(oldest + draws % (end - oldest).clamp(min=1))
         self.turn.zero_()
         return self.drawn.max() >= newest
 
     def sample(self) -> dict[str, torch.Tensor]:
-        """The next of the batches drawn: float32 tensors of [batch_size, ...] by the names of the fields."""
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
         number = self.drawn.index_select(0, self.turn).squeeze(0)
         self.turn.copy_((self.turn + 1) % len(self.drawn))
         return self.gather(number)
 
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
         """The transitions of these numbers; [B] -> tensors of [B, ...]."""
-        batch = {name: field[number % self.slots] for name, field in self.fields.items()}
-        batch["next_observation"] = self.fields["observation"][batch.pop("next_slot").long()]
-        return {name: value.float() for name, value in batch.items()}
+        row = number % self.rows
+        slot, next_slot = self.fields["slots"][row].long().unbind(1)
+        observation, next_observation = (self.fields["observation"][each].float() for each in (slot, next_slot))
+        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slot == next_slot).float()}
 
     def state_dict(self) -> dict:
-        """Its transitions, for a checkpoint, what is staged included. Environments begin new episodes after it: the
-        newest transitions are as if they had been truncated."""
-        self.write()
+        """Everything, for a checkpoint."""
         if self.filled:
             self.upload()
-            self.write()
-        number = torch.arange(max(self.oldest, self.added - self.capacity), self.added, device=self.device)
-        is_copied = self.fields["next_slot"][number % self.slots] > self.slots
-        is_copied[-self.num_envs :] = True
-        return {name: value.cpu() for name, value in (self.gather(number) | {"is_copied": is_copied}).items()}
+        self.write()
+        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
+        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
+        return state | {name: field.cpu() for name, field in self.fields.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Fills a new ring, of the same capacity or a larger one."""
-        # Without the oldest, should there be more copies than leave room for the next
-        kept = state["is_copied"].flip(0).cumsum(0).flip(0) <= self.copies - self.rows
-        state = {name: value[kept].to(self.device) for name, value in state.items()}
-        self.added, owners = len(state["reward"]), state.pop("is_copied").nonzero().squeeze(1)
-        self.truncations, self.owners[: len(owners)] = len(owners), owners.tolist()
-        slot = torch.arange(self.added, device=self.device)
-        next_slot = (slot + self.num_envs) % self.slots
-        next_slot[owners] = self.slots + 1 + torch.arange(len(owners), device=self.device)
-        self.put(slot, next_slot, **state)
-        self.upload()
+        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
+        for name, field in self.fields.items():
+            field[: len(state[name])] = state[name]
+        self.incoming.copy_(state["incoming"])
+        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
+        self.added, self.oldest, self.taken = state["added"], state["oldest"], state["taken"] % len(state["owners"])
 
 
 # ---- For compilation and capture ----

@@ -24,7 +24,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
@@ -119,7 +118,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -617,31 +616,6 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     agent.load_state_dict(before)
 
 
-@contextlib.contextmanager
-def compiled_beside(steps: list[Callable], run: Run):
-    """Has a second process compile the steps meanwhile, on a CPU; this one then finds them in the compiler's cache."""
-
-    def run_steps() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for step in steps:
-            step()
-
-    started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
-    try:
-        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
-            helper.start()  # before `warm_up`, which may start threads
-        yield
-        seconds = run.now() - started
-        if helper.pid is not None and seconds > 8:  # else everything is in the cache already
-            helper.join(timeout=seconds)  # no longer, should it hang
-    finally:
-        if helper.pid is not None:
-            helper.kill()
-            helper.join()
-
-
 # ---- Agent ----
 class CompiledAtariPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
@@ -785,15 +759,12 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # until `compiled_beside`, whose fork would not copy OpenMP's threads
     actions = int(make_pool(args.env_id, [0]).action_space.n)
     size = group_size(args.num_envs, device)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledAtariPPOAgent(args, actions, size, device)
     print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
 
-    torch.set_num_threads(threads)
     with Run(args, device, agent) as run:
         # Compilation and capture: full graphs to act, to prepare a rollout and to update
         steps = [agent.learn, agent.choose, agent.prepare]  # in place: a captured step would copy arguments and results
@@ -808,9 +779,7 @@ def main(args: Args) -> None:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()
-            with compiled_beside(steps[1:], run):
-                warm_up(steps[:1], agent, run)
-            warm_up(steps[1:], agent, run)
+            warm_up(steps, agent, run)
             run.warmup_seconds += run.now() - started
         agent.learn, agent.choose, agent.prepare = steps
 

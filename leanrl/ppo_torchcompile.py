@@ -24,7 +24,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
@@ -118,7 +117,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -605,31 +604,6 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     agent.load_state_dict(before)
 
 
-@contextlib.contextmanager
-def compiled_beside(steps: list[Callable], run: Run):
-    """Has a second process compile the steps meanwhile, on a CPU; this one then finds them in the compiler's cache."""
-
-    def run_steps() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for step in steps:
-            step()
-
-    started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
-    try:
-        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
-            helper.start()  # before `warm_up`, which may start threads
-        yield
-        seconds = run.now() - started
-        if helper.pid is not None and seconds > 8:  # else everything is in the cache already
-            helper.join(timeout=seconds)  # no longer, should it hang
-    finally:
-        if helper.pid is not None:
-            helper.kill()
-            helper.join()
-
-
 # ---- Agent ----
 class CompiledPPOAgent(nn.Module):
     """The networks, their optimiser, and the update on them."""
@@ -768,9 +742,7 @@ def main(args: Args) -> None:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()
-            with compiled_beside(steps[1:], run):
-                warm_up(steps[:1], agent, run)
-            warm_up(steps[1:], agent, run)
+            warm_up(steps, agent, run)
             run.warmup_seconds += run.now() - started
         agent.learn, agent.prepare = steps
 

@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16",
 # ]
 # ///
 """Soft actor-critic for continuous actions (Haarnoja et al. 2018, https://arxiv.org/abs/1812.05905).
@@ -16,6 +17,7 @@ Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own r
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import array
 import contextlib
 import copy
 import difflib
@@ -46,6 +48,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -109,7 +112,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -513,49 +516,149 @@ def squashed_gaussian(
     return squashed * scale + bias, log_prob.sum(-1)
 
 
-# ---- Replay ----
-class ReplayBuffer:
-    """A ring of the last transitions, in host memory, sampled uniformly with replacement."""
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+
+# ---- Replay ----
+class ReplayRing:
+    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
+
+    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
+    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
+    bootstrapped from where it leads.
+
+    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. `write`, `draw` and
+    `sample` work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.batch_size, self.device, self.added = args.batch_size, device, 0
-        shapes = {"observation": env.observation_space.shape, "next_observation": env.observation_space.shape}
-        shapes |= {"action": env.action_space.shape, "reward": (), "terminated": ()}
-        self.fields = {name: np.zeros((self.capacity, *shape), np.float32) for name, shape in shapes.items()}
-        self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
+        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
+        at_once = -(-getattr(args, "train_frequency", 1) // args.num_envs) * args.num_envs  # are staged, at the most
+        self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
+        # Each truncation takes a slot more, so that many of them leave room for fewer transitions
+        self.slots, self.taken = self.rows + self.rows // 100 + 2 * self.ahead, 0
+        self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
+        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
+
+        observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
+        dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
+            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
+            action=torch.zeros(self.rows, *action_shape, device=device),
+            reward=torch.zeros(self.rows, device=device),
+        )
+        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+
+        # Of a transition is sent: observation, next observation, action, reward, and the bits of five integers, its row
+        # and slots, the oldest that may be drawn, and how many there are
+        self.widths = [observation_dim, observation_dim, math.prod(action_shape), 1, 5]
+        self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
+        *self.columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.columns.append(integers.view(np.int32))
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
-        """Stores a transition; one that was truncated is like any other, for its next observation is the true one."""
-        transition = (observation, next_observation, action, reward, terminated)
-        for field, value in zip(self.fields.values(), transition, strict=True):
-            field[self.added % self.capacity] = value
-        self.added += 1
+        """Stages a transition; the environments take turns."""
+        if self.filled == 0 and self.sent is not None:
+            self.sent.synchronize()  # only then may what was sent be overwritten
+        i = self.added % len(self.arrived)
+        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
+        next_slot = slot if terminated else self.take_slot()
+        self.arrived[i] = None if terminated or truncated else next_slot
+        self.owners[slot] = self.added
+        integers = (self.added % self.rows, slot, next_slot, self.oldest, self.added + 1)
+        transition = (observation, next_observation, action, reward, integers)
+        for column, value in zip(self.columns, transition, strict=True):
+            column[self.filled] = value
+        self.filled, self.added = self.filled + 1, self.added + 1
+
+    def take_slot(self) -> int:
+        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
+        self.taken += 1
+        return (self.taken - 1) % self.slots
+
+    def upload(self) -> None:
+        """Sends the staged rows to the device, with the last of them in place of those that are missing."""
+        for column in self.columns:
+            column[self.filled :] = column[self.filled - 1]
+        self.incoming.copy_(self.staged, non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
+        self.filled = 0
+
+    def write(self) -> None:
+        """Puts the rows that were sent into the ring; a second call changes nothing."""
+        observation, next_observation, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slot, next_slot = integers.view(torch.int32)[:, :3].long().unbind(1)
+        observations, actions = self.fields["observation"], self.fields["action"]
+        observations[next_slot] = next_observation.to(observations.dtype)
+        observations[slot] = observation.to(observations.dtype)  # over a terminal one
+        actions[row] = action.view(-1, *actions.shape[1:])
+        self.fields["reward"][row] = reward.squeeze(1)
+        self.fields["slots"][row] = integers.view(torch.int32)[:, 1:3]
+
+    def draw(self, coming: int = 0) -> torch.Tensor:
+        """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
+
+        Returns whether one of these is among them; bool, [1].
+        """
+        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
+        end = newest + coming
+        oldest = torch.maximum(oldest, end - self.capacity)
+        draws = torch.randint(2**62, self.drawn.shape, device=self.device)
+        self.drawn.copy_(oldest + draws % (end - oldest).clamp(min=1))
+        self.turn.zero_()
+        return self.drawn.max() >= newest
 
     def sample(self) -> dict[str, torch.Tensor]:
-        """A batch of transitions: float32 tensors of [batch_size, ...] by the names of the fields."""
-        slots = np.random.randint(min(self.added, self.capacity), size=self.batch_size)
-        return {name: torch.as_tensor(field[slots], device=self.device) for name, field in self.fields.items()}
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.copy_((self.turn + 1) % len(self.drawn))
+        return self.gather(number)
+
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
+        row = number % self.rows
+        slot, next_slot = self.fields["slots"][row].long().unbind(1)
+        observation, next_observation = (self.fields["observation"][each].float() for each in (slot, next_slot))
+        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slot == next_slot).float()}
 
     def state_dict(self) -> dict:
-        """What is in it, for a checkpoint."""
-        rows = {name: torch.as_tensor(field[: self.added]) for name, field in self.fields.items()}
-        return rows | {"added": self.added}
+        """Everything, for a checkpoint."""
+        if self.filled:
+            self.upload()
+        self.write()
+        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
+        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
+        return state | {name: field.cpu() for name, field in self.fields.items()}
 
-    def load_state_dict(self, state: dict) -> None:
-        """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
-        self.added = state["added"]
+    def load_state_dict(self, state: Mapping) -> None:
+        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
         for name, field in self.fields.items():
             field[: len(state[name])] = state[name]
+        self.incoming.copy_(state["incoming"])
+        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
+        self.added, self.oldest, self.taken = state["added"], state["oldest"], state["taken"] % len(state["owners"])
 
 
 # ---- Agent ----
 class SACAgent(nn.Module):
     """Networks, their optimisers, and the updates on them."""
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.device = args, device
+        self.args, self.device, self.buffer = args, device, buffer
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         bounds = (env.action_space.low, env.action_space.high)
         low, high = (torch.as_tensor(bound, dtype=torch.float32, device=device) for bound in bounds)
@@ -584,6 +687,9 @@ class SACAgent(nn.Module):
     def act(self, observation: np.ndarray) -> np.ndarray:
         """Sampled actions; [num_envs, observation_dim] -> [num_envs, A]."""
         return self.policy(self.actor, torch.as_tensor(observation, device=self.device))[0].cpu().numpy()
+
+    def learn(self, policy_is_due: bool, targets_are_due: bool) -> None:
+        self.update(self.buffer.sample(), policy_is_due, targets_are_due)
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Soft Bellman residual (eq. 5 and 6), summed over both critics."""
@@ -644,10 +750,10 @@ def main(args: Args) -> None:
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    buffer = ReplayBuffer(args, envs[0], device)
-    agent = SACAgent(args, envs[0], device)
+    buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
+    agent = SACAgent(args, envs[0], device, buffer)
 
-    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB of host memory", flush=True)
+    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent, buffer) as run:
 
@@ -655,7 +761,7 @@ def main(args: Args) -> None:
             for _ in range(args.num_envs):
                 policy_is_due = run.updates % args.policy_frequency == 0
                 targets_are_due = run.updates % args.target_network_frequency == 0
-                agent.update(buffer.sample(), policy_is_due, targets_are_due)
+                agent.learn(policy_is_due, targets_are_due)
                 run.updates += 1
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
@@ -674,7 +780,10 @@ def main(args: Args) -> None:
             run.step(rewards, terminated, truncated)
 
             # Learn: one update for each step of each environment
+            buffer.upload()
+            buffer.write()
             if is_learning:
+                buffer.draw()
                 update_all()
             run.end_step(agent.losses if run.updates > run.updates_before else {}, args.policy_lr)
 

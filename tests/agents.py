@@ -31,8 +31,8 @@ def pair(script, eager_class, compiled_class, networks, **arguments):
     env = gym.make("ToyDiscrete-v0" if script == "dqn" else "ToyContinuous-v0", disable_env_checker=True)
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
-    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
     ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, CPU)
+    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU, ring)
     with torch.no_grad():
         compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU, ring)
     for ours, theirs in networks.items():

@@ -258,7 +258,6 @@ def test_a_warm_up_has_something_to_draw_from():
     args = dqn_torchcompile.Args(buffer_size=64, batch_size=8, cuda=False)
     ring = dqn_torchcompile.ReplayRing(args, gym.make("CartPole-v1"), torch.device("cpu"))
     for oldest in (0, 64):
-        ring.oldest = ring.added = oldest
-        ring.upload()
+        ring.incoming.view(torch.int32)[-1, -2:] = oldest
         ring.draw()
         assert ring.drawn.unique().tolist() == [oldest]

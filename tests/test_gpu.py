@@ -135,7 +135,7 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
         ring.add(before, after, env.action_space.sample(), float(n), False, False)
         ring.upload()
         write()
-    assert ring.incoming.view(torch.int32)[0, -1].item() == 900
+    assert ring.incoming.view(torch.int32)[-1, -1].item() == 900
     stored = ring.gather(torch.arange(900, device=device))
     assert stored["reward"].tolist() == stored["observation"][:, 0].tolist() == [float(n) for n in range(900)]
     assert stored["next_observation"][:, 0].tolist() == [float(n + 1) for n in range(900)]
