@@ -46,11 +46,12 @@ class Explorer(atari.AtariPPOAgent):
     @torch.no_grad()
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, 4, 84, 84] -> [num_envs]."""
-        self.observations[t] = torch.as_tensor(observation)
-        _, action, log_prob, value = self.policy(self.network, self.observations[t])
+        rows = slice(t * self.args.num_envs, (t + 1) * self.args.num_envs)
+        self.batch["observation"][rows] = torch.as_tensor(observation)
+        _, action, log_prob, value = self.policy(self.network, self.batch["observation"][rows])
         for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
-            self.rollout.arrays[name][t] = tensor.cpu().numpy()
-        return self.rollout.arrays["action"][t]
+            self.batch[name][rows] = tensor
+        return action.cpu().numpy()
 
 
 def compilations() -> dict[str, int]:

@@ -19,7 +19,6 @@ To copy the algorithm alone, delete the part "Checks and recording" and what cal
 
 import array
 import contextlib
-import copy
 import difflib
 import fcntl
 import importlib.metadata
@@ -641,8 +640,8 @@ class DQNAgent(nn.Module):
         super().__init__()
         self.args, self.device, self.buffer = args, device, buffer
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
-        self.q_network = DiscreteQNetwork(observation_dim, actions).to(device)
-        self.target_network = copy.deepcopy(self.q_network)
+        self.q_network, self.target_network = (DiscreteQNetwork(observation_dim, actions).to(device) for _ in range(2))
+        self.target_network.load_state_dict(self.q_network.state_dict())
         self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
 

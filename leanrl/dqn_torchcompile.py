@@ -722,7 +722,7 @@ class CompiledDQNAgent(nn.Module):
         return self.q_module(network, observation)
 
     def act(self, observation: np.ndarray) -> list[int]:
-        """Greedy actions, on the host; [num_envs, observation_dim] -> [num_envs]."""
+        """Greedy actions; [num_envs, observation_dim] -> [num_envs]."""
         if self.is_stale:
             self.host_network.copy_(self.q_network)
             self.is_stale = False

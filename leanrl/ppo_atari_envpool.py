@@ -548,11 +548,16 @@ class AtariPPOAgent(nn.Module):
     def __init__(self, args: Args, actions: int, device: torch.device):
         super().__init__()
         self.args, self.device = args, device
-        names = ("action", "log_prob", "value", "reward", "terminated", "truncated", "valid")
+        names = ("reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
-        self.observations = torch.zeros(args.num_steps, args.num_envs, *FRAMES, dtype=torch.uint8, device=device)
         self.network = AtariActorCritic(actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
+        size = args.num_steps * args.num_envs
+        names = ("action", "log_prob", "value", "advantage", "return")
+        self.batch = {name: torch.zeros(size, device=device) for name in names}
+        self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
+        self.batch["valid"] = self.rollout.tensors["valid"].flatten()
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -564,14 +569,15 @@ class AtariPPOAgent(nn.Module):
     @torch.no_grad()
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, 4, 84, 84] -> [num_envs]."""
-        self.observations[t] = torch.as_tensor(observation)
-        logits, value = self.policy_and_value(self.network, self.observations[t])
+        rows = slice(t * self.args.num_envs, (t + 1) * self.args.num_envs)
+        self.batch["observation"][rows] = torch.as_tensor(observation)
+        logits, value = self.policy_and_value(self.network, self.batch["observation"][rows])
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
         for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
-            self.rollout.arrays[name][t] = tensor.cpu().numpy()
-        return self.rollout.arrays["action"][t]
+            self.batch[name][rows] = tensor
+        return action.cpu().numpy()
 
     @torch.no_grad()
     def prepare(self, observation: np.ndarray) -> None:
@@ -582,14 +588,13 @@ class AtariPPOAgent(nn.Module):
         """
         args, rollout = self.args, self.rollout.tensors
         _, last_value = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
-        value = rollout["value"]
+        value = self.batch["value"].view(args.num_steps, args.num_envs)
         next_value = torch.cat([value[1:], last_value[None]])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
         not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
         advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
-        batch = {name: rollout[name] for name in ("action", "log_prob", "value", "valid")}
-        batch |= {"observation": self.observations, "advantage": advantage, "return": advantage + value}
-        self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+        for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
+            self.batch[name].copy_(estimate.flatten())
 
     def evaluate(
         self, network, observation: torch.Tensor, action: torch.Tensor
@@ -632,7 +637,13 @@ class AtariPPOAgent(nn.Module):
 
     def update(self, rows: torch.Tensor) -> None:
         """One step of the optimiser on these rows of the batch."""
-        loss, logged = self.ppo_loss(self.network, {name: tensor[rows] for name, tensor in self.batch.items()})
+        self.minibatch.copy_(rows)
+        self.learn()
+
+    def learn(self) -> None:
+        """One step of the optimiser on the rows that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
+        loss, logged = self.ppo_loss(self.network, batch)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
@@ -652,7 +663,7 @@ def main(args: Args) -> None:
     actions = int(make_pool(args.env_id, [0]).action_space.n)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = AtariPPOAgent(args, actions, device)
-    print(f"rollout: {agent.observations.nbytes / 1e6:.1f} MB on {device}", flush=True)
+    print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent) as run:
         sequence = np.random.SeedSequence([args.seed, run.global_step])

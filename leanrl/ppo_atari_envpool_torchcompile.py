@@ -679,6 +679,7 @@ class CompiledAtariPPOAgent(nn.Module):
         for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
             self.batch[name][self.rows] = tensor
 
+    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
@@ -742,7 +743,7 @@ class CompiledAtariPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
-        """What is compiled and captured of `update`: on the rows that `minibatch` names."""
+        """One step of the optimiser on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
         batch["observation"] = batch["observation"].permute(0, 3, 1, 2)
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)

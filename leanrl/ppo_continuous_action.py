@@ -602,10 +602,14 @@ class ContinuousPPOAgent(nn.Module):
         self.observation_moments, self.return_variance = RunningMoments(observation_dim), RunningVariance()
         self.returns = [0.0] * args.num_envs
         shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": (action_dim,)}
-        shapes |= {name: () for name in ("log_prob", "value", "reward", "terminated", "truncated")}
+        shapes |= {name: () for name in ("reward", "terminated", "truncated")}
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
         self.network = GaussianActorCritic(observation_dim, action_dim).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
+        size = args.num_steps * args.num_envs
+        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
+        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -634,12 +638,9 @@ class ContinuousPPOAgent(nn.Module):
     @torch.no_grad()
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs, A]."""
-        observation = torch.as_tensor(observation, device=self.device)
-        mean, log_std, value = self.policy_and_value(self.network, observation)
-        action = mean + log_std.exp() * torch.randn_like(mean)
-        log_prob = gaussian_log_prob(mean, log_std, action)
-        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
-            self.rollout.arrays[name][t] = tensor.cpu().numpy()
+        mean, log_std, _ = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
+        action = (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
+        self.rollout.arrays["action"][t] = action
         return self.rollout.arrays["action"][t]
 
     @torch.no_grad()
@@ -648,14 +649,15 @@ class ContinuousPPOAgent(nn.Module):
 
         A truncated episode's last value is that of its true last observation; a terminated one's is 0.
         """
-        args, rollout, value = self.args, self.rollout.tensors, self.rollout.tensors["value"]
+        args, rollout = self.args, self.rollout.tensors
+        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
         *_, next_value = self.policy_and_value(self.network, rollout["next_observation"])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
         not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
         advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
-        batch = {name: rollout[name] for name in ("observation", "action", "log_prob", "value")}
-        batch |= {"advantage": advantage, "return": advantage + value}
-        self.batch = {name: tensor.flatten(0, 1) for name, tensor in batch.items()}
+        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
+        for name, estimate in estimates.items():
+            self.batch[name].copy_(estimate.flatten())
 
     def evaluate(
         self, network, observation: torch.Tensor, action: torch.Tensor
@@ -687,7 +689,13 @@ class ContinuousPPOAgent(nn.Module):
 
     def update(self, rows: torch.Tensor) -> None:
         """One step of the optimiser on these rows of the batch."""
-        loss, logged = self.ppo_loss(self.network, {name: tensor[rows] for name, tensor in self.batch.items()})
+        self.minibatch.copy_(rows)
+        self.learn()
+
+    def learn(self) -> None:
+        """One step of the optimiser on the rows that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
+        loss, logged = self.ppo_loss(self.network, batch)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)

@@ -617,9 +617,6 @@ class CompiledPPOAgent(nn.Module):
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
         self.module = FlatModule(CategoricalActorCritic(observation_dim, actions))
         self.network = nn.Buffer(self.module.flatten().to(device))
-        self.host_network = torch.zeros(len(self.network), pin_memory=device.type == "cuda")
-        layers = [layer.numpy().T for layer in self.module.split(self.host_network)]
-        self.host_actor = layers[:6]  # its weights and biases; the critic's follow
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
@@ -633,18 +630,14 @@ class CompiledPPOAgent(nn.Module):
         """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
         return self.module(network, observation)
 
-    def begin_rollout(self) -> None:
-        """Brings the policy to the host, and draws Gumbel noise for all its steps."""
-        self.host_network.copy_(self.network)
-        layers = zip(self.host_actor[::2], self.host_actor[1::2], strict=True)
-        # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
-        self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
-        self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
-
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
-        if t == 0:
-            self.begin_rollout()
+        if t == 0:  # bring the policy to the host, and draw noise for all steps
+            layers = [layer.numpy().T for layer in self.module.split(self.network.cpu())]
+            layers = zip(layers[:6:2], layers[1:6:2], strict=True)  # the policy's; the critic's follow
+            # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
+            self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
+            self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
         # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
@@ -653,6 +646,7 @@ class CompiledPPOAgent(nn.Module):
         self.rollout.arrays["action"][t] = action
         return action
 
+    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
@@ -704,7 +698,7 @@ class CompiledPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
-        """What is compiled and captured of `update`: on the rows that `minibatch` names."""
+        """One step of the optimiser on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))

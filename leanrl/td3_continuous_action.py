@@ -755,9 +755,9 @@ def main(args: Args) -> None:
                 buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
             run.step(rewards, terminated, truncated)
+            buffer.upload()
 
             # Learn: one update for each step of each environment
-            buffer.upload()
             buffer.write()
             if is_learning:
                 buffer.draw()

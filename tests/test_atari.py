@@ -113,11 +113,11 @@ def test_the_rollout_holds_each_step_once_and_marks_resets(play, monkeypatch, sc
 
     def noting_prepare(agent, *observation):
         rows = {name: array.copy() for name, array in agent.rollout.arrays.items()}
+        rows |= {name: agent.batch[name].view(10, 4).numpy().copy() for name in ("action", "log_prob", "value")}
         if script == EAGER:
-            frames = agent.observations.numpy()
+            frames = agent.batch["observation"].view(10, 4, 4, 84, 84).numpy()
         else:
             frames = agent.batch["observation"].view(10, 4, 84, 84, 4).permute(0, 1, 4, 2, 3).numpy()
-            rows |= {name: agent.batch[name].view(10, 4).numpy().copy() for name in ("action", "log_prob", "value")}
         rollouts.append(rows | {"code": frames[:, :, 0, 0, :3].copy()})
         prepare(agent, *observation)
 
@@ -271,9 +271,9 @@ def fill(eager, compiled, generator):
         for name, value in (values | {"valid": valid}).items():
             eager.rollout.arrays[name][t] = compiled.rollout.arrays[name][t] = value
         valid = 1 - np.maximum(terminated, truncated)
-    compiled.batch["observation"].copy_(eager.observations.flatten(0, 1).permute(0, 2, 3, 1))
+    compiled.batch["observation"].copy_(eager.batch["observation"].permute(0, 2, 3, 1))
     for name in ("action", "log_prob", "value"):
-        compiled.batch[name].copy_(eager.rollout.tensors[name].flatten())
+        compiled.batch[name].copy_(eager.batch[name])
     return generator.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
 
 
@@ -308,8 +308,7 @@ def test_advantages_of_every_pattern_of_ends_and_resets(monkeypatch):
         for name, values in (rows | {"reward": reward}).items():
             agent.rollout.arrays[name][:] = values
         monkeypatch.setattr(agent, "policy_and_value", lambda *_: (None, torch.tensor(last_value)))
-    eager.rollout.arrays["value"][:] = value
-    compiled.batch["value"].copy_(torch.tensor(value).flatten())
+        agent.batch["value"].copy_(torch.tensor(value).flatten())
     eager.rollout.upload()
     eager.prepare(np.zeros(1))
     with torch.no_grad():
@@ -418,11 +417,8 @@ def test_actions_are_sampled_from_the_policy(script):
             )
     chances = logits.softmax(1)[0].numpy()
     assert np.bincount(np.concatenate(chosen).astype(int), minlength=4) / 800 == pytest.approx(chances, abs=0.06)
-    kept = (
-        eager.rollout.tensors
-        if script == EAGER
-        else {n: t.view(4, 200) for n, t in compiled.batch.items() if t.ndim == 1}
-    )
+    agent = eager if script == EAGER else compiled
+    kept = {name: tensor.view(4, 200) for name, tensor in agent.batch.items() if tensor.ndim == 1}
     assert (kept["action"].numpy() == np.stack(chosen)).all()
     of_actions = logits.log_softmax(1)[0][kept["action"].long()]
     torch.testing.assert_close(kept["log_prob"], of_actions, rtol=1e-4, atol=1e-5)

@@ -68,7 +68,7 @@ def test_the_policy_acts_as_the_scripts_agent():
         torch.manual_seed(5)
         agent = kind(acting.atari.Args(num_envs=3, num_steps=2), 6, torch.device("cpu"))
         actions = [agent.act(t, observation).copy() for t in (0, 1)]
-        rows.append([actions, *(agent.rollout.arrays[name] for name in ("action", "log_prob", "value"))])
+        rows.append([actions, *(agent.batch[name] for name in ("action", "log_prob", "value"))])
     for ours, theirs in zip(*rows):
         assert np.array_equal(ours, theirs)
     assert not np.array_equal(*rows[0][0]) or np.unique(rows[0][0]).size > 1  # it samples
@@ -540,8 +540,8 @@ def test_a_captured_policy_acts_as_the_eager_one():
         agent.policy = policy
         for _ in range(2):  # in the second the graph is replayed
             actions = [agent.act(t, observation).copy() for t, observation in enumerate(observations)]
-        values.append(agent.rollout.arrays["value"].copy())
-        assert np.array_equal(agent.rollout.arrays["action"], actions)
+        values.append(agent.batch["value"].cpu().numpy())
+        assert np.array_equal(agent.batch["action"].view(4, 64).cpu(), actions)
         assert not np.array_equal(actions[0], actions[1]) and {*np.unique(actions)} == {*range(6)}
     assert np.allclose(*values, atol=1e-4) and np.unique(values[1]).size > 100
 

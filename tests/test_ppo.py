@@ -47,8 +47,7 @@ def pair(algorithm, **arguments):
     for t in range(args.num_steps):
         observation = generator.normal(size=(args.num_envs, 4)).astype(np.float32)
         eager.act(t, observation)
-        values = {name: eager.rollout.arrays[name][t].copy() for name in ("action", "log_prob", "value")}
-        values["observation"] = observation
+        values = {"action": eager.rollout.arrays["action"][t].copy(), "observation": observation}
         values |= {"next_observation": generator.normal(size=(args.num_envs, 4))}
         values |= {"reward": generator.normal(size=args.num_envs)}
         values |= {name: generator.random(args.num_envs) < 0.2 for name in ("terminated", "truncated")}
@@ -92,7 +91,8 @@ def test_advantages_of_every_pattern_of_ends(algorithm):
     rollout = eager.rollout.tensors
     with torch.no_grad():
         *_, next_value = eager.network(rollout["next_observation"])
-    columns = [rollout["reward"], rollout["value"], next_value, rollout["terminated"], rollout["truncated"]]
+        *_, value = eager.network(rollout["observation"])
+    columns = [rollout["reward"], value, next_value, rollout["terminated"], rollout["truncated"]]
     columns = [column.T.tolist() for column in columns]
     expected = [brute_force_advantages(*row, 0.99, 0.95) for row in zip(*columns, strict=True)]
     for agent in (eager, compiled):
@@ -117,6 +117,16 @@ def test_discounted_sums(steps):
 def test_old_probabilities_and_values_are_those_of_acting(algorithm):
     eager, compiled = pair(algorithm)
     prepare(eager, compiled)
+    with torch.no_grad():
+        *policy, value = eager.network(eager.batch["observation"])
+    action = eager.batch["action"]
+    categorical, normal = torch.distributions.Categorical, torch.distributions.Normal
+    if algorithm == "ppo":
+        log_prob = categorical(logits=policy[0]).log_prob(action)
+    else:
+        log_prob = normal(policy[0], policy[1].exp()).log_prob(action).sum(1)
+    torch.testing.assert_close(eager.batch["log_prob"], log_prob, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(eager.batch["value"], value, rtol=1e-4, atol=1e-5)
     for name in ("log_prob", "value", "advantage", "return", "observation", "action"):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
     rows = torch.arange(20)
@@ -207,9 +217,10 @@ def train(monkeypatch, tmp_path, script, **arguments):
 @pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
 def test_each_rollout_has_noise_of_its_own(script):
     _, agent = pair(script.removesuffix("_torchcompile"))
-    agent.begin_rollout()
+    observation = np.zeros((agent.args.num_envs, 4), np.float32)
+    agent.act(0, observation)
     first = agent.noise
-    agent.begin_rollout()
+    agent.act(0, observation)
     assert first.shape[0] == agent.args.num_steps and (first != agent.noise).all()
 
 
