@@ -413,7 +413,7 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
-        if self.is_cut:  # compiled code may have made an error of its own of it
+        if self.is_cut:  # compiled code may have made another error of the interruption
             kind = KeyboardInterrupt
         status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         end = time.perf_counter() if status == "failed" else self.now()
