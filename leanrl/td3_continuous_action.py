@@ -600,16 +600,15 @@ class ReplayRing:
         """
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
         end = newest + coming
-        oldest = torch.maximum(oldest, end - self.capacity)
-        draws = torch.randint(2**62, self.drawn.shape, device=self.device)
-        self.drawn.copy_(oldest + draws % (end - oldest).clamp(min=1))
+        count = (end - oldest).clamp(1, self.capacity)
+        self.drawn.copy_(end - 1 - torch.randint(2**62, self.drawn.shape, device=self.device) % count)
         self.turn.zero_()
         return self.drawn.max() >= newest
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
         number = self.drawn.index_select(0, self.turn).squeeze(0)
-        self.turn.copy_((self.turn + 1) % len(self.drawn))
+        self.turn.add_(1).remainder_(len(self.drawn))
         return self.gather(number)
 
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:

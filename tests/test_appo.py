@@ -107,14 +107,11 @@ def test_without_lag_it_is_ppo(script, kind):
     network = played.network if kind == "Discrete" else played.network[1]
     agent.network.load_state_dict(network.state_dict())
     arrays = agent.rollout.arrays
-    for name in ("action", "log_prob", "terminated", "truncated"):
+    for name in ("action", "terminated", "truncated"):
         arrays[name][:, 0] = fragment[name][valid, 0]
     arrays["reward"][:, 0] = played.agent.batch.arrays["reward"][valid, 0]  # scaled
     arrays["observation"][:, 0] = fragment["observation"][:-1][valid, 0]
     arrays["next_observation"][:, 0] = fragment["observation"][1:][valid, 0]
-    with torch.no_grad():
-        *_, value = agent.network(torch.as_tensor(arrays["observation"]))
-    arrays["value"][:] = value.numpy()
     agent.rollout.upload()
     agent.prepare()
     ours = played.agent.rows["advantage"][torch.from_numpy(valid)]

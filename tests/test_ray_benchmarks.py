@@ -379,7 +379,7 @@ def test_close_closes_the_environments(ray, made, closing, tmp_path, rollouts):
     envs.reset(options={"duration": 0.01})
     for _ in range(rollouts):
         envs.send(idle, 5)
-    envs.close()
+    envs.close(timeout=60.0)
     assert closed(tmp_path) == {*pids} and envs.closed
     wait_until(lambda: all(map(is_gone, pids)))
 
