@@ -524,10 +524,12 @@ class ReplayRing:
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
-        at_once = -(-getattr(args, "train_frequency", 1) // args.num_envs) * args.num_envs  # are staged, at the most
+        frequency = min(getattr(args, "train_frequency", 1), args.total_timesteps)
+        at_once = -(-frequency // args.num_envs) * args.num_envs  # that are staged between two uploads, at the most
         self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
-        # Each truncation takes a slot more, so that many of them leave room for fewer transitions
-        self.slots, self.taken = self.rows + self.rows // 100 + 2 * self.ahead, 0
+        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
+        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
+        self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
         self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
         self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
 
@@ -542,12 +544,12 @@ class ReplayRing:
         self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
         self.turn = torch.zeros(1, dtype=torch.long, device=device)
 
-        # Of a transition is sent: observation, next observation, action, reward, and the bits of five integers, its row
-        # and slots, the oldest that may be drawn, and how many there are
-        self.widths = [observation_dim, observation_dim, math.prod(action_shape), 1, 5]
+        # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
+        # slots, the oldest that may be drawn, and how many there are
+        self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
         self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
-        *self.columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.columns.append(integers.view(np.int32))
+        observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)]
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
         self.nbytes = sum(field.nbytes for field in self.fields.values())
         self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
@@ -562,7 +564,7 @@ class ReplayRing:
         self.arrived[i] = None if terminated or truncated else next_slot
         self.owners[slot] = self.added
         integers = (self.added % self.rows, slot, next_slot, self.oldest, self.added + 1)
-        transition = (observation, next_observation, action, reward, integers)
+        transition = (observation, observation if terminated else next_observation, action, reward, integers)
         for column, value in zip(self.columns, transition, strict=True):
             column[self.filled] = value
         self.filled, self.added = self.filled + 1, self.added + 1
@@ -584,14 +586,13 @@ class ReplayRing:
 
     def write(self) -> None:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
-        observation, next_observation, action, reward, integers = self.incoming.split(self.widths, 1)
-        row, slot, next_slot = integers.view(torch.int32)[:, :3].long().unbind(1)
-        observations, actions = self.fields["observation"], self.fields["action"]
-        observations[next_slot] = next_observation.to(observations.dtype)
-        observations[slot] = observation.to(observations.dtype)  # over a terminal one
+        observations, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
+        seen, actions = self.fields["observation"], self.fields["action"]
+        seen[slots.flatten().long()] = observations.reshape(-1, seen.shape[1]).to(seen.dtype)
         actions[row] = action.view(-1, *actions.shape[1:])
         self.fields["reward"][row] = reward.squeeze(1)
-        self.fields["slots"][row] = integers.view(torch.int32)[:, 1:3]
+        self.fields["slots"][row] = slots
 
     def draw(self, coming: int = 0) -> torch.Tensor:
         """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
@@ -614,19 +615,20 @@ class ReplayRing:
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
         """The transitions of these numbers; [B] -> tensors of [B, ...]."""
         row = number % self.rows
-        slot, next_slot = self.fields["slots"][row].long().unbind(1)
-        observation, next_observation = (self.fields["observation"][each].float() for each in (slot, next_slot))
+        slots = self.fields["slots"][row].long()
+        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
         batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
-        return batch | {"reward": self.fields["reward"][row], "terminated": (slot == next_slot).float()}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
 
     def state_dict(self) -> dict:
-        """Everything, for a checkpoint."""
+        """What is in it, for a checkpoint."""
         if self.filled:
             self.upload()
         self.write()
         state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
         state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
-        return state | {name: field.cpu() for name, field in self.fields.items()}
+        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
+        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
@@ -634,7 +636,9 @@ class ReplayRing:
             field[: len(state[name])] = state[name]
         self.incoming.copy_(state["incoming"])
         self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
-        self.added, self.oldest, self.taken = state["added"], state["oldest"], state["taken"] % len(state["owners"])
+        self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
+        if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
+            self.taken = self.slots + self.taken % len(state["owners"])
 
 
 # ---- Agent ----

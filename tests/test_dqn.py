@@ -136,6 +136,27 @@ def test_host_and_device_with_memories_of_their_own_make_the_same_run(
     assert losses[0] == losses[1] and len(set(losses[0])) > 4
 
 
+@pytest.mark.parametrize("num_envs, train_frequency", [(1, 10), (3, 4)])
+def test_without_flags_the_compiled_script_makes_the_eager_run(launch, num_envs, train_frequency):
+    """The same random numbers in the same order, for networks, environments and batches."""
+    flags = [
+        "--total-timesteps",
+        1500,
+        "--learning-starts",
+        100,
+        "--buffer-size",
+        120,
+        "--batch-size",
+        32,
+        "--num-envs",
+    ]
+    flags += [num_envs, "--train-frequency", train_frequency]
+    one, other = (launch(script, *flags, env_id="CartPole-v1") for script in ("dqn", "dqn_torchcompile"))
+    assert one.episodes == other.episodes and one.summary["updates"] == other.summary["updates"] >= 70
+    losses = [[line["td_loss"] for line in run.metrics if "td_loss" in line] for run in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and len(losses[0]) > 5
+
+
 @pytest.mark.parametrize("num_envs, train_frequency", [(1, 10), (3, 10), (4, 2)])
 def test_each_update_draws_from_all_transitions_so_far_and_acting_uses_it_at_once(
     launch, monkeypatch, num_envs, train_frequency
@@ -180,7 +201,6 @@ class TruncatesItself(gym.Env):
 gym.register("TruncatesItself-v0", TruncatesItself, max_episode_steps=1000)
 
 
-@pytest.mark.filterwarnings("ignore:more truncations")
 @pytest.mark.parametrize("target_frequency", [1, 10, 25])
 def test_next_observation_is_of_the_same_episode(launch, monkeypatch, target_frequency):
     seen, update = [], dqn_torchcompile.CompiledDQNAgent.update

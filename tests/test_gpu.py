@@ -132,13 +132,15 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
             f()
     for n in range(900):  # with one environment, one row each
         before, after = (torch.full((4,), float(k)).numpy() for k in (n, n + 1))
-        ring.add(before, after, env.action_space.sample(), float(n), False, False)
+        ring.add(before, after, env.action_space.sample(), float(n), n % 7 == 3, n % 50 == 4)
         ring.upload()
         write()
     assert ring.incoming.view(torch.int32)[-1, -1].item() == 900
     stored = ring.gather(torch.arange(900, device=device))
     assert stored["reward"].tolist() == stored["observation"][:, 0].tolist() == [float(n) for n in range(900)]
-    assert stored["next_observation"][:, 0].tolist() == [float(n + 1) for n in range(900)]
+    next_numbers = [float(n if n % 7 == 3 else n + 1) for n in range(900)]  # of a terminal one is nothing kept
+    assert stored["next_observation"][:, 0].tolist() == next_numbers
+    assert stored["terminated"].tolist() == [float(n % 7 == 3) for n in range(900)]
 
     draws = []
     for _ in range(1000):

@@ -23,9 +23,12 @@ def args_of(capacity, num_envs=1, batch_size=1, train_frequency=1):
     )  # fmt: skip
 
 
-def fake_env(discrete=False, dtype=np.float64, observation_dim=3):
+def fake_env(discrete=False, dtype=np.float64, observation_dim=3, limit=None):
     actions = gym.spaces.Discrete(5) if discrete else gym.spaces.Box(-1, 1, (2,))
-    return SimpleNamespace(observation_space=gym.spaces.Box(0, 255, (observation_dim,), dtype), action_space=actions)
+    observations = gym.spaces.Box(0, 255, (observation_dim,), dtype)
+    return SimpleNamespace(
+        observation_space=observations, action_space=actions, spec=SimpleNamespace(max_episode_steps=limit)
+    )
 
 
 class Stream:
@@ -98,17 +101,27 @@ def oldest_held(ring, happened):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("discrete", [False, True])
-@pytest.mark.parametrize("lengths", [[(3, "terminated"), (7, "terminated and truncated")], [(100, "truncated")], MIXED])
-def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(num_envs, discrete, lengths):
-    stream, happened, capacity = Stream(num_envs, lengths, discrete), [], 20 if len(lengths) > 1 else 200
-    ring = ReplayRing(args_of(capacity, num_envs, 200 * capacity), fake_env(discrete), CPU)
+@pytest.mark.parametrize(
+    "lengths, limit, capacity",
+    [
+        ([(3, "terminated"), (7, "terminated and truncated")], None, 20),
+        ([(100, "truncated")], 1000, 200),
+        ([(5, "truncated")], 5, 20),
+        (MIXED, 100, 20),
+    ],
+)
+def test_ring_holds_every_transition_that_happened_through_wraps_and_resets(
+    num_envs, discrete, lengths, limit, capacity
+):
+    stream, happened = Stream(num_envs, lengths, discrete), []
+    ring = ReplayRing(args_of(capacity, num_envs, 200 * capacity), fake_env(discrete, limit=limit), CPU)
     for _ in range(3 * capacity):
         step_all(ring, stream, happened)
         ring.upload()
         ring.write()
         assert sent(ring) == len(happened)
         first = oldest_held(ring, happened)
-        # Of the short episodes three in five are truncated, and take 17 slots for 15 transitions
+        # Of the mixed episodes two in five are truncated, and take 17 slots for 15 transitions
         assert first <= max(len(happened) - (capacity if lengths != MIXED else 15), 0), "none is missing"
         assert set(draw(ring, len(happened)).tolist()) == set(range(first, len(happened))), "nor sampled too long"
         assert_holds(ring, happened, range(first, len(happened)))
@@ -162,7 +175,7 @@ def test_ring_goes_on_from_a_checkpoint_with_every_transition_as_it_happened(num
             ring.upload()
             ring.write()
     first, state = oldest_held(ring, happened), as_saved(ring)
-    assert sum(rows.nbytes for rows in state.values() if isinstance(rows, torch.Tensor)) == ring.saved_nbytes
+    assert sum(rows.nbytes for rows in state.values() if isinstance(rows, torch.Tensor)) <= ring.saved_nbytes
     arguments.total_timesteps += 1000
     ring = ReplayRing(arguments, fake_env(), CPU)
     ring.load_state_dict(state)
@@ -225,6 +238,8 @@ def test_a_row_is_not_touched_before_it_was_sent(monkeypatch):
     before = ring.staged.clone().view(torch.int32)
     ring.state_dict()
     assert ring.sent.is_reached or torch.equal(ring.staged.view(torch.int32), before)
+    ring.add(np.ones(3), np.ones(3), np.ones(2), 2.0, False, False)
+    assert ring.sent.is_reached
 
 
 def test_ring_copies_what_it_is_given():
