@@ -27,6 +27,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
@@ -707,6 +708,31 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     agent.load_state_dict(before)
 
 
+@contextlib.contextmanager
+def compiled_beside(steps: list[Callable], run: Run):
+    """Has a second process compile the steps meanwhile, on a CPU; this one then finds them in the compiler's cache."""
+
+    def run_steps() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for step in steps:
+            step()
+
+    started = run.now()
+    helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
+    try:
+        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
+            helper.start()  # before `warm_up`, which may start threads
+        yield
+        seconds = run.now() - started
+        if helper.pid is not None and seconds > 8:  # else everything is in the cache already
+            helper.join(timeout=seconds)  # no longer, should it hang
+    finally:
+        if helper.pid is not None:
+            helper.kill()
+            helper.join()
+
+
 # ---- Agent ----
 class CompiledTD3Agent(nn.Module):
     """Networks, their optimisers, and the updates on them."""
@@ -810,6 +836,8 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # until `compiled_beside`, whose fork would not copy OpenMP's threads
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
@@ -818,6 +846,7 @@ def main(args: Args) -> None:
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
+    torch.set_num_threads(threads)
     with Run(args, device, agent, buffer) as run:
         # Compilation and capture: full graphs to act and for each kind of update
         choose, learn = agent.choose, agent.learn  # in place: a captured step would copy arguments and results
@@ -829,14 +858,18 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             choose = torch.compile(choose, fullgraph=True, options=dict(options))  # it pops the filter
             learn = torch.compile(learn, fullgraph=True, options=options)
-        steps = [functools.partial(learn, policy_is_due) for policy_is_due in (False, True)] + [choose]
+        kinds = {True, args.policy_frequency == 1}
+        steps = {kind: functools.partial(learn, kind) for kind in sorted(kinds, reverse=True)} | {"choose": choose}
         if args.cudagraphs:
-            steps = [CudaGraphModule(step, warmup=3) for step in steps]
+            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
         if args.compile or args.cudagraphs:
             started = run.now()
-            warm_up(steps, agent, run)
+            first, *rest = steps.values()
+            with compiled_beside(rest, run):
+                warm_up([first], agent, run)
+            warm_up(rest, agent, run)
             run.warmup_seconds += run.now() - started
-        agent.choose = steps.pop()
+        agent.choose = steps.pop("choose")
 
         def update_all() -> None:
             for _ in range(args.num_envs):
