@@ -58,8 +58,17 @@ def test_faults_that_cannot_be_measured(capsys, args, words):
     assert error.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_a_killed_actor_comes_back(tmp_path, capsys):
-    """A short measurement as it is, with a kill."""
+def test_a_killed_actor_comes_back(tmp_path, capsys, monkeypatch):
+    """A short measurement as it is, with a kill, which leaves no actor of its own behind."""
+    measure, sessions = ray_faults.measure, []
+
+    def noted_measure(args, process, *rest):
+        sessions.append(process.pid)
+        record = measure(args, process, *rest)
+        assert ray_faults.actors_of(process.pid)
+        return record
+
+    monkeypatch.setattr(ray_faults, "measure", noted_measure)
     args = {"script": "impala_ray", "num_actors": 2, "interval": 2.0, "kills": 1, "repeats": 1, "flags": "--no-cuda"}
     ray_faults.main(ray_faults.Args(**args, output=tmp_path / "faults.json"))
     result = json.loads((tmp_path / "faults.json").read_text())
@@ -67,7 +76,7 @@ def test_a_killed_actor_comes_back(tmp_path, capsys):
     assert run["steps_per_second"] > 0 and run["with_kills"] > 0 and len(run["seconds_back"]) == 1
     assert 10e6 < run["pss"] <= run["rss"] < 2e9
     assert result["ledger"]["actor_restarts"] >= 1 and result["ledger"]["fragments_lost"] >= 1
-    assert ray_faults.actors_of(0) == [] and "pair 1: " in capsys.readouterr().out
+    assert ray_faults.actors_of(*sessions) == [] and "pair 1: " in capsys.readouterr().out
 
 
 # ---- ray_learner.py ----

@@ -626,9 +626,10 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
     """First a node with one of three actors goes, which the other two survive; then theirs, too."""
     module, removed = importlib.import_module("impala_ray"), []
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8), cluster.actors_node]
-    end_step = module.Run.end_step
+    end_step, deadline = module.Run.end_step, time.monotonic() + 240
 
     def end_step_and_remove(run, losses, learning_rate):
+        assert time.monotonic() < deadline, (removed, [seat.incarnation for seat in run.fleet_seats])
         delivering = len({seat.number for seat in run.fleet_seats if seat.incarnation is not None})
         if delivering == 3 and run.global_step > 3000 * (1 + 3 * len(removed)) and nodes:
             removed.append(run.global_step)
@@ -642,7 +643,7 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
         module.Fleet, "__enter__", lambda fleet: (setattr(fleet.run, "fleet_seats", fleet.seats), enter(fleet))[1]
     )
     monkeypatch.setattr(module.Run, "end_step", end_step_and_remove)
-    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**6, "--actor-timeout", 3)
+    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**9, "--actor-timeout", 3)
     run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
     summary = check_ledger(run, taken)
     assert len(removed) == 2 and removed[1] >= 12_000 and summary["status"] == "failed"
