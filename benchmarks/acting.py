@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters, get_compilation_metrics
@@ -44,14 +43,12 @@ class Explorer(atari.AtariPPOAgent):
     policy: Callable = staticmethod(explore)
 
     @torch.no_grad()
-    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, 4, 84, 84] -> [num_envs]."""
-        rows = slice(t * self.args.num_envs, (t + 1) * self.args.num_envs)
-        self.batch["observation"][rows] = torch.as_tensor(observation)
-        _, action, log_prob, value = self.policy(self.network, self.batch["observation"][rows])
-        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
-            self.batch[name][rows] = tensor
-        return action.cpu().numpy()
+    def choose(self) -> None:
+        """Acts on `images`, and enters what it did in the rollout's `rows`."""
+        _, action, log_prob, value = self.policy(self.network, self.images)
+        self.action.copy_(action)
+        for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
+            self.batch[name][self.rows] = tensor
 
 
 def compilations() -> dict[str, int]:

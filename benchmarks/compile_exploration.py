@@ -62,14 +62,14 @@ def measure(cell: Mapping[str, object]) -> dict:
     device, count, rates = torch.device(cell["device"]), StepCount(), {}
     args = atari.Args(num_envs=cell["num_envs"], num_steps=cell["num_steps"], env_id=cell["env_id"])
     games = atari.Emulators(args.env_id, range(args.num_envs), first=0)
-    agent = Explorer(args, int(games.pool.action_space.n), device)
+    agent = Explorer(args, int(games.pool.action_space.n), args.num_envs, device)
     arms = in_turn({"eager": explore, "compiled": compiled(cell["backend"], cell["mode"])}, cell["repeat"])
     rows = itertools.cycle(range(args.num_steps))
 
     def rollout(policy: Callable, steps: int = args.num_steps) -> float:
         agent.policy, before, started = policy, count.global_step, now(device.type)
         for t in itertools.islice(rows, steps):
-            games.pool.send(agent.act(t, games.observation))
+            games.pool.send(agent.act(t, games.env_ids, games.observation))
             games.receive(agent.rollout.arrays, t, count)
         seconds = now(device.type) - started
         rates.setdefault(policy, []).append((count.global_step - before) / seconds)

@@ -1074,6 +1074,13 @@ def times_due(step: int, num_envs: int, frequency: int) -> int:
     return step // frequency - (step - num_envs) // frequency
 
 
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
 # ---- Replay ----
 class SliceReplay:
     """The last rows of every environment, on `device`, of which slices of consecutive ones are sampled, uniformly.
@@ -1155,30 +1162,51 @@ class MemoryDQNAgent(nn.Module):
         self.target_network = copy.deepcopy(self.q_network)
         self.optimizer = torch.optim.Adam(self.q_network.parameters(), lr=args.learning_rate)
         self.state, self.zero_state = (
-            cell.initial_state(n) for n in (args.num_envs, args.batch_size // args.slice_length)
+            cell.initial_state(n).to(device) for n in (args.num_envs, args.batch_size // args.slice_length)
         )
         self.buffer = SliceReplay(args, inputs, self.state, device)
+        # Sent for each step of the environments: what is seen, whether an episode begins, and of the row before the
+        # reward, whether it terminated, and whether it is valid
+        self.widths = [inputs, 1, 1, 1, 1]
+        self.host_seen, self.seen = mirrored(args.num_envs, sum(self.widths), device=device)
+        self.columns = [column.numpy() for column in self.host_seen.split(self.widths, 1)]
+        self.host_action, self.action = mirrored(args.num_envs, device=device, dtype=torch.long)
+        self.epsilon = torch.zeros((), device=device)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
 
     def q_values(self, network, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
         """The value of each action in consecutive steps, and the state afterwards; see the network."""
         return network(x, state, reset)
 
-    @torch.no_grad()
     def act(self, envs: Environments, epsilon: float) -> np.ndarray:
         """Actions, at random with probability ε, else greedy; a row of the replay begins with them; [num_envs]."""
-        x, reset = (torch.as_tensor(a, dtype=torch.float32, device=self.device) for a in (envs.inputs, envs.is_first))
-        q, state = self.q_values(self.q_network, x, self.state, reset)
-        action = epsilon_greedy(q, epsilon)
+        self.columns[0][:], self.columns[1][:, 0] = envs.inputs, envs.is_first
+        self.seen.copy_(self.host_seen, non_blocking=True)
+        self.epsilon.fill_(epsilon)
         self.buffer.begin_row()
-        self.buffer.write(self.buffer.newest, input=x, reset=reset, action=action, state=self.state)
-        self.state = state
-        return action.cpu().numpy()
+        self.choose()
+        self.host_action.copy_(self.action)
+        return self.host_action.numpy()
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Chooses actions, brings the state to after this step, and writes what is new into the replay."""
+        x, reset, reward, terminated, valid = self.seen.split(self.widths, 1)
+        q, state = self.q_values(self.q_network, x, self.state, reset.squeeze(1))
+        self.action.copy_(epsilon_greedy(q, self.epsilon))
+        outcome = {"reward": reward, "terminated": terminated, "valid": valid}
+        self.buffer.write(self.buffer.newest - 1, **{name: column.squeeze(1) for name, column in outcome.items()})
+        self.buffer.write(self.buffer.newest, input=x, reset=reset.squeeze(1), action=self.action, state=self.state)
+        self.state.copy_(state)
 
     def observe(self, step: Mapping[str, np.ndarray]) -> None:
-        """Stores what came of the actions."""
-        tensors = {name: torch.as_tensor(array, device=self.device) for name, array in step.items()}
-        self.buffer.write(self.buffer.newest, **tensors)
+        """Keeps what came of the actions, to be sent with what is seen next."""
+        for column, name in zip(self.columns[2:], ("reward", "terminated", "valid"), strict=True):
+            column[:, 0] = step[name]
+
+    def learn(self) -> None:
+        """An update from random slices."""
+        self.update(self.buffer.sample())
 
     def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean squared temporal-difference error of valid rows after the burn-in, and their actions' mean value.
@@ -1257,7 +1285,7 @@ def main(args: Args) -> None:
             # Learn
             if run.global_step > run.learning_starts:
                 for _ in range(times_due(run.global_step, int(valid.sum()), args.train_frequency)):
-                    agent.update(agent.buffer.sample())
+                    agent.learn()
                     run.updates += 1
                 for _ in range(times_due(run.global_step, int(valid.sum()), args.target_network_frequency)):
                     agent.update_target()

@@ -471,6 +471,14 @@ class Emulators:
         self.valid = ~(terminated | truncated)
 
 
+def group_size(num_envs: int, device: torch.device) -> int:
+    """Half of the environments, so that one half emulates while the policy acts for the other.
+
+    All of them if their number is odd, and on a CPU, where emulation and policy compete for the same cores.
+    """
+    return num_envs // 2 if device.type == "cuda" and num_envs % 2 == 0 else num_envs
+
+
 # ---- Networks ----
 def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
     """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
@@ -545,11 +553,16 @@ def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tens
 class AtariPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
 
-    def __init__(self, args: Args, actions: int, device: torch.device):
+    # The environments are in groups of `group_size` that take turns: a call of `choose` acts for one of them
+
+    def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
         super().__init__()
         self.args, self.device = args, device
         names = ("reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
+        self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
+        self.host_action, self.action = mirrored(group_size, device=device)
+        self.images = torch.zeros(group_size, *FRAMES, dtype=torch.uint8, device=device)
         self.network = AtariActorCritic(actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
@@ -558,6 +571,7 @@ class AtariPPOAgent(nn.Module):
         self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
         self.batch["valid"] = self.rollout.tensors["valid"].flatten()
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
+        self.rows = torch.arange(group_size, device=device)  # of the rollout, which `choose` enters
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -566,28 +580,45 @@ class AtariPPOAgent(nn.Module):
         """Logits of the actions, and the value; [B, 4, 84, 84] -> [B, actions], [B]."""
         return network(observation)
 
+    def observe(self, env_ids: slice, observation: np.ndarray) -> None:
+        """Sends the newest observations of these environments to the device; [group_size, 4, 84, 84]."""
+        self.host_observation[env_ids].numpy()[:] = observation
+        self.observation[env_ids].copy_(self.host_observation[env_ids], non_blocking=True)
+
+    def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
+        self.observe(env_ids, observation)
+        self.images.copy_(self.observation[env_ids])
+        first = t * self.args.num_envs + env_ids.start
+        # Here, as Inductor's kernel would look up the place anew for each byte
+        self.batch["observation"][first : first + len(self.images)] = self.images
+        torch.arange(first, first + len(self.rows), out=self.rows)
+        self.choose()
+        self.host_action.copy_(self.action, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return self.host_action.numpy()
+
     @torch.no_grad()
-    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, 4, 84, 84] -> [num_envs]."""
-        rows = slice(t * self.args.num_envs, (t + 1) * self.args.num_envs)
-        self.batch["observation"][rows] = torch.as_tensor(observation)
-        logits, value = self.policy_and_value(self.network, self.batch["observation"][rows])
+    def choose(self) -> None:
+        """Acts on `images`, and enters what it did in the rollout's `rows`."""
+        logits, value = self.policy_and_value(self.network, self.images)
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
-        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
-            self.batch[name][rows] = tensor
-        return action.cpu().numpy()
+        self.action.copy_(action)
+        for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
+            self.batch[name][self.rows] = tensor
 
     @torch.no_grad()
-    def prepare(self, observation: np.ndarray) -> None:
+    def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
         Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
         in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
-        _, last_value = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
+        _, last_value = self.policy_and_value(self.network, self.observation)
         value = self.batch["value"].view(args.num_steps, args.num_envs)
         next_value = torch.cat([value[1:], last_value[None]])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
@@ -661,30 +692,35 @@ def main(args: Args) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     actions = int(make_pool(args.env_id, [0]).action_space.n)
+    size = group_size(args.num_envs, device)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    agent = AtariPPOAgent(args, actions, device)
+    agent = AtariPPOAgent(args, actions, size, device)
     print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
 
     with Run(args, device, agent) as run:
         sequence = np.random.SeedSequence([args.seed, run.global_step])
         seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
-        games = Emulators(args.env_id, seeds, first=0)
+        groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:
             # Act
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
-            games.pool.send(agent.act(t, games.observation))
-
-            # Step and store
-            games.receive(agent.rollout.arrays, t, run)
+            for games in groups:
+                # Step and store
+                if t > 0:
+                    games.receive(agent.rollout.arrays, t - 1, run)
+                games.pool.send(agent.act(t, games.env_ids, games.observation))
             t += 1
 
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps:
+                for games in groups:
+                    games.receive(agent.rollout.arrays, t - 1, run)
+                    agent.observe(games.env_ids, games.observation)
                 agent.rollout.upload()
-                agent.prepare(games.observation)
+                agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):

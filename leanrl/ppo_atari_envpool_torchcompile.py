@@ -561,11 +561,10 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        self.module, self.names = module, [name for name, _ in module.named_parameters()]
+        self.shapes = [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -578,15 +577,7 @@ class FlatModule:
         return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
-        output = self.module(*inputs)
-        self.put(own)
-        return output
-
-    def put(self, parameters: Sequence[torch.Tensor]) -> None:
-        for (owner, name), parameter in zip(self.places, parameters, strict=True):
-            owner[name] = parameter
+        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
 
 
 class Adam(nn.Module):
@@ -620,8 +611,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 class CompiledAtariPPOAgent(nn.Module):
     """The network, its optimiser, and the update on it."""
 
-    # The rollout's observations have the channels last, which is fastest for convolutions. The environments are in
-    # groups of `group_size` that take turns: a call of `choose` acts for one of them.
+    # The environments are in groups of `group_size` that take turns: a call of `choose` acts for one of them
 
     def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
         super().__init__()
@@ -630,17 +620,19 @@ class CompiledAtariPPOAgent(nn.Module):
         self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
         self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
         self.host_action, self.action = mirrored(group_size, device=device)
-        channels, *image = FRAMES
-        self.images = torch.zeros(group_size, *image, channels, dtype=torch.uint8, device=device)
+        self.images = torch.zeros(group_size, *FRAMES, dtype=torch.uint8, device=device)
         self.module = FlatModule(AtariActorCritic(actions))
         self.network = nn.Buffer(self.module.flatten().to(device))
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
         names = ("action", "log_prob", "value", "advantage", "return")
         self.batch = {name: torch.zeros(size, device=device) for name in names}
-        self.batch["observation"] = torch.zeros(size, *image, channels, dtype=torch.uint8, device=device)
+        self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
         self.batch["valid"] = self.rollout.tensors["valid"].flatten()
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
+        # With channels last, which is fastest for convolutions
+        self.images = self.images.contiguous(memory_format=torch.channels_last)
+        self.batch["observation"] = self.batch["observation"].contiguous(memory_format=torch.channels_last)
         self.rows = torch.arange(group_size, device=device)  # of the rollout, which `choose` enters
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -658,7 +650,7 @@ class CompiledAtariPPOAgent(nn.Module):
     def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
         """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
         self.observe(env_ids, observation)
-        self.images.copy_(self.observation[env_ids].permute(0, 2, 3, 1))
+        self.images.copy_(self.observation[env_ids])
         first = t * self.args.num_envs + env_ids.start
         # Here, as Inductor's kernel would look up the place anew for each byte
         self.batch["observation"][first : first + len(self.images)] = self.images
@@ -671,7 +663,7 @@ class CompiledAtariPPOAgent(nn.Module):
 
     def choose(self) -> None:
         """Acts on `images`, and enters what it did in the rollout's `rows`."""
-        logits, value = self.policy_and_value(self.network, self.images.permute(0, 3, 1, 2))
+        logits, value = self.policy_and_value(self.network, self.images)
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
@@ -679,7 +671,6 @@ class CompiledAtariPPOAgent(nn.Module):
         for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
             self.batch[name][self.rows] = tensor
 
-    @torch.no_grad()
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
 
@@ -687,9 +678,7 @@ class CompiledAtariPPOAgent(nn.Module):
         in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
-        _, last_value = self.policy_and_value(
-            self.network, self.observation.contiguous(memory_format=torch.channels_last)
-        )
+        _, last_value = self.policy_and_value(self.network, self.observation)
         value = self.batch["value"].view(args.num_steps, args.num_envs)
         next_value = torch.cat([value[1:], last_value[None]])
         target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
@@ -745,7 +734,6 @@ class CompiledAtariPPOAgent(nn.Module):
     def learn(self) -> None:
         """One step of the optimiser on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
-        batch["observation"] = batch["observation"].permute(0, 3, 1, 2)
         gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():

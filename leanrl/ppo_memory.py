@@ -1103,13 +1103,19 @@ class MemoryPPOAgent(nn.Module):
         super().__init__()
         self.args, self.device = args, device
         shapes = {"input": envs.inputs.shape[1:], "action": envs.action_shape}
-        names = ("reset", "log_prob", "value", "reward", "terminated", "truncated", "valid")
+        names = ("reset", "reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
         cell = CELLS[args.cell](args.hidden_size)
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
         self.network = RecurrentActorCritic(*sizes).to(device)
-        self.state = self.first_state = self.network.cell.initial_state(args.num_envs)
+        self.state, self.first_state = (cell.initial_state(args.num_envs).to(device) for _ in range(2))
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
+        self.seen = [mirrored(args.num_envs, *shapes["input"], device=device), mirrored(args.num_envs, device=device)]
+        self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
+        size = (args.num_steps, args.num_envs)
+        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
+        self.batch = {name: self.rollout.tensors[name] for name in ("input", "reset", "action", "valid")} | estimates
+        self.minibatch = torch.zeros(args.num_envs // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.return_moments = nn.Buffer(torch.tensor([0.0, 1.0], device=device))  # mean and mean square
@@ -1131,45 +1137,54 @@ class MemoryPPOAgent(nn.Module):
         """What the network says of consecutive steps; see there."""
         return network(x, state, reset)
 
-    def look(self, envs: Environments):
-        """What the network says of the environments as they are now."""
-        seen = (envs.inputs, envs.is_first.astype(np.float32))
-        x, reset = (torch.as_tensor(array, device=self.device) for array in seen)
-        return self.policy_and_value(self.network, x, self.state, reset)
+    def look(self, envs: Environments) -> None:
+        """Sends the environments as they are now to the device."""
+        for (host, seen), array in zip(self.seen, (envs.inputs, envs.is_first), strict=True):
+            host.numpy()[:] = array
+            seen.copy_(host, non_blocking=True)
 
-    @torch.no_grad()
     def act(self, t: int, envs: Environments) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, ...]."""
         if t == 0:
-            self.first_state = self.state
-        policy, log_std, value, self.state = self.look(envs)
-        action = sample(policy, log_std)
-        log_prob, _ = log_prob_and_entropy(policy, log_std, action)
-        for name, tensor in {"action": action, "log_prob": log_prob, "value": value}.items():
-            self.rollout.arrays[name][t] = tensor.cpu().numpy()
+            self.first_state.copy_(self.state)
+        self.look(envs)
+        self.choose()
+        self.host_action.copy_(self.action)
+        self.rollout.arrays["action"][t] = self.host_action.numpy()
         self.rollout.arrays["input"][t], self.rollout.arrays["reset"][t] = envs.inputs, envs.is_first
         return self.rollout.arrays["action"][t]
 
     @torch.no_grad()
-    def prepare(self, envs: Environments) -> None:
+    def choose(self) -> None:
+        """Samples actions, and brings the state to after this step."""
+        (_, x), (_, reset) = self.seen
+        policy, log_std, _, state = self.policy_and_value(self.network, x, self.state, reset)
+        self.action.copy_(sample(policy, log_std))
+        self.state.copy_(state)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), a recurrence run backwards.
 
         Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
         in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
-        _, _, last_value, _ = self.look(envs)
+        log_prob, _, own_value = self.evaluate(self.network, self.batch | {"state": self.first_state})
+        (_, x), (_, reset) = self.seen
+        _, _, last_value, _ = self.policy_and_value(self.network, x, self.state, reset)
         mean, deviation = self.return_scale()
-        values = mean + deviation * torch.cat([rollout["value"], last_value[None]])
+        values = mean + deviation * torch.cat([own_value, last_value[None]])
         value, next_value = values[:-1], values[1:]
         error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         decay = args.gamma * args.gae_lambda * (1 - torch.maximum(rollout["terminated"], rollout["truncated"]))
         advantage = linear_recurrence(decay, error, torch.zeros_like(last_value), reverse=True)
         self.learn_scale(advantage + value, rollout["valid"])
         mean, deviation = self.return_scale()
-        names = ("input", "reset", "action", "log_prob", "value", "valid")
-        self.batch = {name: rollout[name] for name in names}
-        self.batch |= {"advantage": advantage, "return": (advantage + value - mean) / deviation}
+        estimates = {"log_prob": log_prob, "value": own_value}
+        estimates |= {"advantage": advantage, "return": (advantage + value - mean) / deviation}
+        for name, estimate in estimates.items():
+            self.batch[name].copy_(estimate)
 
     def evaluate(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of a batch's actions, the policy's entropy, and the value; [T, B] each."""
@@ -1208,8 +1223,14 @@ class MemoryPPOAgent(nn.Module):
 
     def update(self, chosen: torch.Tensor) -> None:
         """One step of the optimiser on the steps of these environments."""
-        batch = {name: tensor[:, chosen] for name, tensor in self.batch.items()}
-        loss, logged = self.ppo_loss(self.network, batch | {"state": self.first_state[chosen]})
+        self.minibatch.copy_(chosen)
+        self.learn()
+
+    def learn(self) -> None:
+        """One step of the optimiser on the environments that `minibatch` names."""
+        batch = {name: tensor[:, self.minibatch] for name, tensor in self.batch.items()}
+        batch["state"] = self.first_state[self.minibatch]
+        loss, logged = self.ppo_loss(self.network, batch)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
@@ -1256,7 +1277,8 @@ def main(args: Args) -> None:
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps:
                 agent.rollout.upload()
-                agent.prepare(envs)
+                agent.look(envs)
+                agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs, device=device)
                     for chosen in order.chunk(args.num_minibatches):

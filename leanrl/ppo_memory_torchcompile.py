@@ -27,7 +27,6 @@ import importlib.util
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
@@ -1257,11 +1256,10 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        self.module, self.names = module, [name for name, _ in module.named_parameters()]
+        self.shapes = [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -1274,15 +1272,7 @@ class FlatModule:
         return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
-        output = self.module(*inputs)
-        self.put(own)
-        return output
-
-    def put(self, parameters: Sequence[torch.Tensor]) -> None:
-        for (owner, name), parameter in zip(self.places, parameters, strict=True):
-            owner[name] = parameter
+        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
 
 
 class Adam(nn.Module):
@@ -1312,31 +1302,6 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     agent.load_state_dict(before)
 
 
-@contextlib.contextmanager
-def compiled_beside(steps: list[Callable], run: Run):
-    """Has a second process compile the steps meanwhile, on a CPU; this one then finds them in the compiler's cache."""
-
-    def run_steps() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for step in steps:
-            step()
-
-    started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
-    try:
-        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
-            helper.start()  # before `warm_up`, which may start threads
-        yield
-        seconds = run.now() - started
-        if helper.pid is not None and seconds > 8:  # else everything is in the cache already
-            helper.join(timeout=seconds)  # no longer, should it hang
-    finally:
-        if helper.pid is not None:
-            helper.kill()
-            helper.join()
-
-
 # ---- Agent ----
 class CompiledMemoryPPOAgent(nn.Module):
     """The network and its memory of every environment, its optimiser, and the update on it."""
@@ -1349,11 +1314,9 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
         cell = (CELLS | LOOPED)[args.cell](args.hidden_size)
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
-        network = RecurrentActorCritic(*sizes)
-        self.module = FlatModule(network)
+        self.module = FlatModule(RecurrentActorCritic(*sizes))
         self.network = nn.Buffer(self.module.flatten().to(device))
-        state = network.cell.initial_state(args.num_envs).to(device)
-        self.state, self.first_state = state, state.clone()
+        self.state, self.first_state = (cell.initial_state(args.num_envs).to(device) for _ in range(2))
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
         self.seen = [mirrored(args.num_envs, *shapes["input"], device=device), mirrored(args.num_envs, device=device)]
         self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
@@ -1470,11 +1433,10 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.learn()
 
     def learn(self) -> None:
-        """What is compiled and captured of `update`: on the environments that `minibatch` names."""
+        """One step of the optimiser on the environments that `minibatch` names."""
         batch = {name: tensor[:, self.minibatch] for name, tensor in self.batch.items()}
-        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(
-            self.network, batch | {"state": self.first_state[self.minibatch]}
-        )
+        batch["state"] = self.first_state[self.minibatch]
+        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
         self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
         for name, tensor in logged.items():
             self.losses[name].copy_(tensor.detach())
@@ -1515,9 +1477,7 @@ def main(args: Args) -> None:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()
-            with compiled_beside(steps[1:], run):
-                warm_up(steps[:1], agent, run)
-            warm_up(steps[1:], agent, run)
+            warm_up(steps, agent, run)
             run.warmup_seconds += run.now() - started
         agent.learn, agent.prepare, agent.choose = steps
 

@@ -549,11 +549,10 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        self.module, self.names = module, [name for name, _ in module.named_parameters()]
+        self.shapes = [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -566,15 +565,7 @@ class FlatModule:
         return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
-        output = self.module(*inputs)
-        self.put(own)
-        return output
-
-    def put(self, parameters: Sequence[torch.Tensor]) -> None:
-        for (owner, name), parameter in zip(self.places, parameters, strict=True):
-            owner[name] = parameter
+        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
 
 
 class Adam(nn.Module):

@@ -676,6 +676,11 @@ class SACAgent(nn.Module):
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=args.q_lr)
         names = ("qf_loss", "actor_loss", "alpha", *["alpha_loss"] * args.autotune)
         self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.losses["alpha"].copy_(self.log_alpha.detach().exp())
+        self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
+        self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
+        self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
+        self.must_wait = True
 
     def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
@@ -686,13 +691,24 @@ class SACAgent(nn.Module):
         """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
         return torch.stack([critic(observation, action) for critic in critics])
 
-    @torch.no_grad()
     def act(self, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions; [num_envs, observation_dim] -> [num_envs, A]."""
-        return self.policy(self.actor, torch.as_tensor(observation, device=self.device))[0].cpu().numpy()
+        """Sampled actions, and `must_wait`; [num_envs, observation_dim] -> [num_envs, A]."""
+        self.host_observation.copy_(torch.as_tensor(observation))
+        self.observation.copy_(self.host_observation, non_blocking=True)
+        self.choose()
+        *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
+        return np.array(action, np.float32).reshape(-1, self.action_dim)
 
-    def learn(self, policy_is_due: bool, targets_are_due: bool) -> None:
-        self.update(self.buffer.sample(), policy_is_due, targets_are_due)
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Stores what was sent, acts, and draws the transitions of the updates that follow these actions.
+
+        The updates must wait if one of these transitions is still to come; else they run beside the environments.
+        """
+        self.buffer.write()
+        action, _ = self.policy(self.actor, self.observation)
+        must_wait = self.buffer.draw(coming=self.args.num_envs)
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Soft Bellman residual (eq. 5 and 6), summed over both critics."""
@@ -724,17 +740,27 @@ class SACAgent(nn.Module):
         optimizer.step()
         self.losses[loss_function.__name__].copy_(loss.detach())
 
-    def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool, targets_are_due: bool) -> None:
-        """One update of everything that is due."""
+    def update_critics(self, targets_are_due: bool) -> None:
+        """One update on the next batch, whose observations are kept for the actor's updates."""
+        batch = self.buffer.sample()
         self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
-        if policy_is_due:
-            for _ in range(self.args.policy_frequency):
-                self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
-                if self.args.autotune:
-                    self.minimize(self.alpha_loss, self.log_alpha, self.alpha_optimizer, batch)
+        self.batch["observation"].copy_(batch["observation"])
         if targets_are_due:
             self.update_targets()
-        self.losses["alpha"].copy_(self.log_alpha.detach().exp())
+
+    def update_actor(self) -> None:
+        """One update of the actor, and of α."""
+        self.minimize(self.actor_loss, self.actor, self.actor_optimizer, self.batch)
+        if self.args.autotune:
+            self.minimize(self.alpha_loss, self.log_alpha, self.alpha_optimizer, self.batch)
+            self.losses["alpha"].copy_(self.log_alpha.detach().exp())
+
+    def learn(self, policy_is_due: bool, targets_are_due: bool) -> None:
+        """One update of everything that is due."""
+        self.update_critics(targets_are_due)
+        if policy_is_due:
+            for _ in range(self.args.policy_frequency):
+                self.update_actor()
 
     @torch.no_grad()
     def update_targets(self) -> None:
@@ -775,19 +801,23 @@ def main(args: Args) -> None:
             is_random = run.global_step < args.learning_starts
             action = [env.action_space.sample() for env in envs] if is_random else agent.act(observation)
 
+            # Learn while the environments step, unless a batch has a transition that is still to come
+            if is_learning and not agent.must_wait:
+                update_all()
+
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
                 next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
                 buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            run.step(rewards, terminated, truncated)
             buffer.upload()
+            run.step(rewards, terminated, truncated)
 
-            # Learn: one update for each step of each environment
-            buffer.write()
-            if is_learning:
-                buffer.draw()
-                update_all()
+            # Learn what had to wait: one update for each step of each environment
+            if agent.must_wait:
+                buffer.write()  # else the next `choose` does it
+                if is_learning:
+                    update_all()
             run.end_step(agent.losses if run.updates > run.updates_before else {}, args.policy_lr)
 
 

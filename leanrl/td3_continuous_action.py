@@ -658,6 +658,10 @@ class TD3Agent(nn.Module):
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
+        self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
+        self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
+        self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
+        self.must_wait = True
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
@@ -673,13 +677,24 @@ class TD3Agent(nn.Module):
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
         return action.clamp(self.low, self.high)
 
-    @torch.no_grad()
     def act(self, observation: np.ndarray) -> np.ndarray:
-        """Actions with exploration noise; [num_envs, observation_dim] -> [num_envs, A]."""
-        return self.explore(torch.as_tensor(observation, device=self.device)).cpu().numpy()
+        """Actions with exploration noise, and `must_wait`; [num_envs, observation_dim] -> [num_envs, A]."""
+        self.host_observation.copy_(torch.as_tensor(observation))
+        self.observation.copy_(self.host_observation, non_blocking=True)
+        self.choose()
+        *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
+        return np.array(action, np.float32).reshape(-1, self.action_dim)
 
-    def learn(self, policy_is_due: bool) -> None:
-        self.update(self.buffer.sample(), policy_is_due)
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Stores what was sent, acts, and draws the transitions of the updates that follow these actions.
+
+        The updates must wait if one of these transitions is still to come; else they run beside the environments.
+        """
+        self.buffer.write()
+        action = self.explore(self.observation)
+        must_wait = self.buffer.draw(coming=self.args.num_envs)
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Clipped double-Q error with smoothed target actions (algorithm 1), summed over both critics."""
@@ -706,12 +721,22 @@ class TD3Agent(nn.Module):
         optimizer.step()
         self.losses[loss_function.__name__].copy_(loss.detach())
 
-    def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool) -> None:
-        """One update of everything that is due."""
+    def update_critics(self) -> None:
+        """One update on the next batch, whose observations are kept for the actor's update."""
+        batch = self.buffer.sample()
         self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
+        self.batch["observation"].copy_(batch["observation"])
+
+    def update_actor(self) -> None:
+        """One update, which the targets follow."""
+        self.minimize(self.actor_loss, self.actor, self.actor_optimizer, self.batch)
+        self.update_targets()
+
+    def learn(self, policy_is_due: bool) -> None:
+        """One update of everything that is due."""
+        self.update_critics()
         if policy_is_due:
-            self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
-            self.update_targets()
+            self.update_actor()
 
     @torch.no_grad()
     def update_targets(self) -> None:
@@ -752,19 +777,23 @@ def main(args: Args) -> None:
             is_random = run.global_step < args.learning_starts
             action = [env.action_space.sample() for env in envs] if is_random else agent.act(observation)
 
+            # Learn while the environments step, unless a batch has a transition that is still to come
+            if is_learning and not agent.must_wait:
+                update_all()
+
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
                 next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
                 buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            run.step(rewards, terminated, truncated)
             buffer.upload()
+            run.step(rewards, terminated, truncated)
 
-            # Learn: one update for each step of each environment
-            buffer.write()
-            if is_learning:
-                buffer.draw()
-                update_all()
+            # Learn what had to wait: one update for each step of each environment
+            if agent.must_wait:
+                buffer.write()  # else the next `choose` does it
+                if is_learning:
+                    update_all()
             run.end_step(agent.losses if run.updates > run.updates_before else {}, args.learning_rate)
 
 

@@ -27,7 +27,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import platform
 import random
@@ -653,11 +652,10 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, [parameter.shape for parameter in module.parameters()]
+        self.module, self.names = module, [name for name, _ in module.named_parameters()]
+        self.shapes = [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
-        owners = [part._parameters for part in module.modules()]
-        self.places = [(owner, name) for owner in owners for name in owner if owner[name] is not None]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
@@ -670,15 +668,7 @@ class FlatModule:
         return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        own = [owner[name] for owner, name in self.places]
-        self.put(self.split(flat))  # as `functional_call` does, with less for Dynamo to trace
-        output = self.module(*inputs)
-        self.put(own)
-        return output
-
-    def put(self, parameters: Sequence[torch.Tensor]) -> None:
-        for (owner, name), parameter in zip(self.places, parameters, strict=True):
-            owner[name] = parameter
+        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
 
 
 class Adam(nn.Module):
@@ -708,31 +698,6 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     agent.load_state_dict(before)
 
 
-@contextlib.contextmanager
-def compiled_beside(steps: list[Callable], run: Run):
-    """Has a second process compile the steps meanwhile, on a CPU; this one then finds them in the compiler's cache."""
-
-    def run_steps() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for step in steps:
-            step()
-
-    started = run.now()
-    helper = multiprocessing.get_context("fork").Process(target=run_steps, daemon=True)
-    try:
-        if run.device.type == "cpu" and sys.platform == "linux" and not run.args.resume:
-            helper.start()  # before `warm_up`, which may start threads
-        yield
-        seconds = run.now() - started
-        if helper.pid is not None and seconds > 8:  # else everything is in the cache already
-            helper.join(timeout=seconds)  # no longer, should it hang
-    finally:
-        if helper.pid is not None:
-            helper.kill()
-            helper.join()
-
-
 # ---- Agent ----
 class CompiledTD3Agent(nn.Module):
     """Networks, their optimisers, and the updates on them."""
@@ -753,6 +718,7 @@ class CompiledTD3Agent(nn.Module):
         self.actor_optimizer = Adam(self.actor, lr=args.learning_rate)
         self.critic_optimizer = Adam(self.critics, lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
+        self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
         self.must_wait = True
@@ -789,9 +755,6 @@ class CompiledTD3Agent(nn.Module):
         must_wait = self.buffer.draw(coming=self.args.num_envs)
         self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
-    def learn(self, policy_is_due: bool) -> None:
-        self.update(self.buffer.sample(), policy_is_due)
-
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Clipped double-Q error with smoothed target actions (algorithm 1), summed over both critics."""
         with torch.no_grad():
@@ -815,12 +778,22 @@ class CompiledTD3Agent(nn.Module):
         optimizer.step(parameters, gradient)
         self.losses[loss_function.__name__].copy_(loss.detach())
 
-    def update(self, batch: dict[str, torch.Tensor], policy_is_due: bool) -> None:
-        """One update of everything that is due."""
+    def update_critics(self) -> None:
+        """One update on the next batch, whose observations are kept for the actor's update."""
+        batch = self.buffer.sample()
         self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
+        self.batch["observation"].copy_(batch["observation"])
+
+    def update_actor(self) -> None:
+        """One update, which the targets follow."""
+        self.minimize(self.actor_loss, self.actor, self.actor_optimizer, self.batch)
+        self.update_targets()
+
+    def learn(self, policy_is_due: bool) -> None:
+        """One update of everything that is due."""
+        self.update_critics()
         if policy_is_due:
-            self.minimize(self.actor_loss, self.actor, self.actor_optimizer, batch)
-            self.update_targets()
+            self.update_actor()
 
     @torch.no_grad()
     def update_targets(self) -> None:
@@ -836,8 +809,6 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # until `compiled_beside`, whose fork would not copy OpenMP's threads
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
@@ -846,35 +817,31 @@ def main(args: Args) -> None:
 
     print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
 
-    torch.set_num_threads(threads)
     with Run(args, device, agent, buffer) as run:
-        # Compilation and capture: full graphs to act and for each kind of update
-        choose, learn = agent.choose, agent.learn  # in place: a captured step would copy arguments and results
+        # Compilation: full graphs to act and to update; capture: one graph for each kind of update
+        steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            choose = torch.compile(choose, fullgraph=True, options=dict(options))  # it pops the filter
-            learn = torch.compile(learn, fullgraph=True, options=options)
-        kinds = {True, args.policy_frequency == 1}
-        steps = {kind: functools.partial(learn, kind) for kind in sorted(kinds, reverse=True)} | {"choose": choose}
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
+        agent.choose, agent.update_critics, agent.update_actor = steps
+        learn = {kind: functools.partial(agent.learn, kind) for kind in (True, False)}
         if args.cudagraphs:
-            steps = {name: CudaGraphModule(step, warmup=3) for name, step in steps.items()}
+            agent.choose = CudaGraphModule(agent.choose, warmup=3)
+            learn = {kind: CudaGraphModule(step, warmup=3) for kind, step in learn.items()}
         if args.compile or args.cudagraphs:
             started = run.now()
-            first, *rest = steps.values()
-            with compiled_beside(rest, run):
-                warm_up([first], agent, run)
-            warm_up(rest, agent, run)
+            warm_up([agent.choose, *learn.values()], agent, run)
             run.warmup_seconds += run.now() - started
-        agent.choose = steps.pop("choose")
+        agent.learn = lambda kind: learn[kind]()
 
         def update_all() -> None:
             for _ in range(args.num_envs):
                 policy_is_due = run.updates % args.policy_frequency == 0
-                steps[policy_is_due]()
+                agent.learn(policy_is_due)
                 run.updates += 1
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)

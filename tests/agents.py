@@ -161,9 +161,9 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
             self.added_before = self.buffer.added
             return super().act(observation)
 
-        def update(self, *arguments):
+        def update_critics(self, *arguments):
             early.append(self.buffer.added == self.added_before)
-            super().update(*arguments)
+            super().update_critics(*arguments)
 
     flags = ["--total-timesteps", 300, "--learning-starts", 100, "--buffer-size", 120, "--batch-size", 8, *more]
     for each in (Waiting, Early):

@@ -17,7 +17,7 @@ import probes
 from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
 from conftest import read_run
 from pools import Counting, Probing
-from ppo_atari_envpool_torchcompile import group_size
+from ppo_atari_envpool import group_size
 from test_checkpoints import assert_equal, lines_of, resume
 
 EAGER, COMPILED = "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"
@@ -48,8 +48,8 @@ def play(launch, monkeypatch):
     def play(script, *flags, **more):
         monkeypatch.setattr(importlib.import_module(script), "make_pool", Counting)
         monkeypatch.setattr(importlib.import_module(script), "AtariActorCritic", CoarseActorCritic)
-        if script == COMPILED:  # as on a GPU
-            monkeypatch.setattr(importlib.import_module(script), "group_size", lambda n, _: n if n % 2 else n // 2)
+        # As on a GPU
+        monkeypatch.setattr(importlib.import_module(script), "group_size", lambda n, _: n if n % 2 else n // 2)
         Counting.forget()
         run = launch(script, *SMALL, *flags, env_id="Scripted-v5", **more)
         run.made, run.rows, run.games = list(Counting.made), list(Counting.rows), list(Counting.games)
@@ -96,7 +96,7 @@ def test_lives_time_limits_and_ends_of_games(play, script, num_envs):
     assert run.summary["episodes"] == len(run.games) and run.summary["status"] == "finished"
     returns = [line["return"] for line in run.games[-100:]]
     assert run.summary["episode_return"] == pytest.approx(np.mean(returns), abs=1e-3)
-    halves = 2 if script == COMPILED and num_envs == 4 else 1
+    halves = 2 if num_envs == 4 else 1
     assert [len(pool.seeds) for pool in run.made] == [num_envs // halves] * halves
     rollouts = len(run.rows) // num_envs // 10
     assert run.summary["updates"] == rollouts * 2 * 2 > 0
@@ -111,15 +111,12 @@ def test_the_rollout_holds_each_step_once_and_marks_resets(play, monkeypatch, sc
     agent_class, rollouts = getattr(importlib.import_module(script), CLASSES[script]), []
     prepare = agent_class.prepare
 
-    def noting_prepare(agent, *observation):
+    def noting_prepare(agent):
         rows = {name: array.copy() for name, array in agent.rollout.arrays.items()}
         rows |= {name: agent.batch[name].view(10, 4).numpy().copy() for name in ("action", "log_prob", "value")}
-        if script == EAGER:
-            frames = agent.batch["observation"].view(10, 4, 4, 84, 84).numpy()
-        else:
-            frames = agent.batch["observation"].view(10, 4, 84, 84, 4).permute(0, 1, 4, 2, 3).numpy()
+        frames = agent.batch["observation"].unflatten(0, (10, 4)).numpy()
         rollouts.append(rows | {"code": frames[:, :, 0, 0, :3].copy()})
-        prepare(agent, *observation)
+        prepare(agent)
 
     monkeypatch.setattr(agent_class, "prepare", noting_prepare)
     run = play(script, "--num-envs", 4, "--seed", 3)
@@ -143,8 +140,9 @@ def test_the_rollout_holds_each_step_once_and_marks_resets(play, monkeypatch, sc
     assert len(np.unique(whole["log_prob"])) > 100 and len(np.unique(whole["value"])) > 100
 
 
-def test_one_half_emulates_while_the_policy_acts_for_the_other(play, monkeypatch):
-    agent_class, in_flight = importlib.import_module(COMPILED).CompiledAtariPPOAgent, []
+@each_script
+def test_one_half_emulates_while_the_policy_acts_for_the_other(play, monkeypatch, script):
+    agent_class, in_flight = getattr(importlib.import_module(script), CLASSES[script]), []
     act = agent_class.act
 
     def noting_act(agent, *arguments):
@@ -152,7 +150,7 @@ def test_one_half_emulates_while_the_policy_acts_for_the_other(play, monkeypatch
         return act(agent, *arguments)
 
     monkeypatch.setattr(agent_class, "act", noting_act)
-    play(COMPILED, "--num-envs", 4, "--total-timesteps", 90)
+    play(script, "--num-envs", 4, "--total-timesteps", 90)
     assert in_flight[:40] == [0, *[1] * 19] * 2  # of ten steps of two halves; a rollout begins when all have come
 
 
@@ -208,9 +206,9 @@ def test_the_learning_rate_falls_to_nearly_nothing(play, monkeypatch, script):
     update, begun = agent_class.update, [0]
     prepare = agent_class.prepare
 
-    def noting_prepare(agent, *observation):
+    def noting_prepare(agent):
         begun.append(Counting.steps)
-        prepare(agent, *observation)
+        prepare(agent)
 
     def noting_update(agent, *rows):
         optimizer = agent.optimizer
@@ -248,9 +246,8 @@ def pair(**arguments):
         module = importlib.import_module(script)
         args = module.Args(**sizes | arguments)
         torch.manual_seed(0)
-        group = [args.num_envs] if script == COMPILED else []
         with torch.set_grad_enabled(script == EAGER):
-            made.append(getattr(module, CLASSES[script])(args, 4, *group, CPU))
+            made.append(getattr(module, CLASSES[script])(args, 4, args.num_envs, CPU))
     eager, compiled = made
     with torch.no_grad():
         for parameter in eager.network.parameters():  # far enough from the start for actions to differ in probability
@@ -265,25 +262,23 @@ def fill(eager, compiled, generator):
     valid = np.ones(num_envs)
     for t in range(steps):
         observation = generator.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
-        eager.act(t, observation)
+        eager.act(t, slice(0, num_envs), observation)
         terminated, truncated = (valid * (generator.random(num_envs) < 0.2) for _ in range(2))
         values = {"reward": generator.normal(size=num_envs), "terminated": terminated, "truncated": truncated}
         for name, value in (values | {"valid": valid}).items():
             eager.rollout.arrays[name][t] = compiled.rollout.arrays[name][t] = value
         valid = 1 - np.maximum(terminated, truncated)
-    compiled.batch["observation"].copy_(eager.batch["observation"].permute(0, 2, 3, 1))
-    for name in ("action", "log_prob", "value"):
+    for name in ("observation", "action", "log_prob", "value"):
         compiled.batch[name].copy_(eager.batch[name])
     return generator.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
 
 
 def prepare(eager, compiled, last):
-    eager.rollout.upload()
-    eager.prepare(last)
-    compiled.rollout.upload()
-    compiled.observe(slice(0, eager.args.num_envs), last)
-    with torch.no_grad():
-        compiled.prepare()
+    for agent in (eager, compiled):
+        agent.rollout.upload()
+        agent.observe(slice(0, agent.args.num_envs), last)
+        with torch.no_grad():
+            agent.prepare()
 
 
 def patterns(steps):
@@ -310,7 +305,7 @@ def test_advantages_of_every_pattern_of_ends_and_resets(monkeypatch):
         monkeypatch.setattr(agent, "policy_and_value", lambda *_: (None, torch.tensor(last_value)))
         agent.batch["value"].copy_(torch.tensor(value).flatten())
     eager.rollout.upload()
-    eager.prepare(np.zeros(1))
+    eager.prepare()
     with torch.no_grad():
         compiled.prepare()
     following = np.concatenate([value[1:], last_value[None]])
@@ -412,9 +407,7 @@ def test_actions_are_sampled_from_the_policy(script):
         logits, value = eager.network(torch.tensor(observation[:1]))
         chosen = []
         for t in range(4):
-            chosen.append(
-                eager.act(t, observation) if script == EAGER else compiled.act(t, slice(0, 200), observation).copy()
-            )
+            chosen.append((eager if script == EAGER else compiled).act(t, slice(0, 200), observation).copy())
     chances = logits.softmax(1)[0].numpy()
     assert np.bincount(np.concatenate(chosen).astype(int), minlength=4) / 800 == pytest.approx(chances, abs=0.06)
     agent = eager if script == EAGER else compiled

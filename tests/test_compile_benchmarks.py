@@ -66,8 +66,8 @@ def test_the_policy_acts_as_the_scripts_agent():
     rows = []
     for kind in (acting.atari.AtariPPOAgent, acting.Explorer):
         torch.manual_seed(5)
-        agent = kind(acting.atari.Args(num_envs=3, num_steps=2), 6, torch.device("cpu"))
-        actions = [agent.act(t, observation).copy() for t in (0, 1)]
+        agent = kind(acting.atari.Args(num_envs=3, num_steps=2), 6, 3, torch.device("cpu"))
+        actions = [agent.act(t, slice(0, 3), observation).copy() for t in (0, 1)]
         rows.append([actions, *(agent.batch[name] for name in ("action", "log_prob", "value"))])
     for ours, theirs in zip(*rows):
         assert np.array_equal(ours, theirs)
@@ -533,13 +533,13 @@ def test_cells_on_cuda(backend, mode, tmp_path):
 def test_a_captured_policy_acts_as_the_eager_one():
     """Its outputs are in memory that the next call writes to, so `act` must have read them by then."""
     torch.manual_seed(5)
-    agent = acting.Explorer(acting.atari.Args(num_envs=64, num_steps=4), 6, torch.device("cuda"))
+    agent = acting.Explorer(acting.atari.Args(num_envs=64, num_steps=4), 6, 64, torch.device("cuda"))
     observations = np.random.default_rng(0).integers(256, size=(4, 64, *acting.atari.FRAMES), dtype=np.uint8)
     values = []
     for policy in (acting.explore, acting.compiled("inductor", "reduce-overhead")):
         agent.policy = policy
         for _ in range(2):  # in the second the graph is replayed
-            actions = [agent.act(t, observation).copy() for t, observation in enumerate(observations)]
+            actions = [agent.act(t, slice(0, 64), observation).copy() for t, observation in enumerate(observations)]
         values.append(agent.batch["value"].cpu().numpy())
         assert np.array_equal(agent.batch["action"].view(4, 64).cpu(), actions)
         assert not np.array_equal(actions[0], actions[1]) and {*np.unique(actions)} == {*range(6)}

@@ -1,21 +1,13 @@
 """Runs with --compile: nothing is compiled in the fps window, and it is the run that the script makes without it."""
 
-import contextlib
 import copy
-import functools
 import importlib
-import multiprocessing
-import os
-import subprocess
-import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import environments
-import sac_continuous_action_torchcompile as sac
 
 SCRIPTS = ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "dqn_torchcompile"]
 SCRIPTS += [
@@ -134,17 +126,12 @@ def test_same_random_numbers_same_losses(both):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
-    """Every step's, each of which is warmed up once, and waiting for the process beside it."""
+    """Every step's, each of which is warmed up once."""
     module, slept, warmed_up = importlib.import_module(script), [], []
 
     def sleep(seconds):
         time.sleep(seconds)
         slept.append(seconds)
-
-    @contextlib.contextmanager
-    def compiled_beside(steps, run):
-        yield
-        sleep(0.2)
 
     def warm_up(steps, agent, run):
         sleep(0.1 * len(steps))
@@ -152,8 +139,6 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     monkeypatch.setattr(module, "warm_up", warm_up)
-    if hasattr(module, "compiled_beside"):
-        monkeypatch.setattr(module, "compiled_beside", compiled_beside)
     flags = list(ON_POLICY if script.startswith("ppo") else OFF_POLICY)
     if "memory" in script:
         flags += ["--num-envs", 1]
@@ -163,113 +148,3 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
     steps = {"sac_continuous_action": 3, "td3_continuous_action": 3, "dqn": 1, "ppo_memory": 3}
     assert len(warmed_up) == steps.get(script.removesuffix("_torchcompile"), 2)
     assert len({id(step) for step in warmed_up}) == len(warmed_up), "each once"
-
-
-# ---- The process that compiles beside the run ----
-time_of_run = SimpleNamespace(now=time.perf_counter)
-
-
-@pytest.fixture
-def warm_up(tmp_path):
-    """warm_up(first, second): what the steps' processes wrote, and the agent; each step also counts in its tensor."""
-    agent = torch.nn.Module()
-    agent.loss, agent.count = torch.nn.Buffer(torch.zeros(())), torch.nn.Buffer(torch.zeros(3))
-    parent = os.getpid()
-
-    def warm_up(*works):
-        def step(number):
-            agent.count.add_(1)
-            agent.loss.add_(1)
-            place = "here" if os.getpid() == parent else "beside"
-            (tmp_path / f"{number} {place}").write_text(str(os.getpid()))
-            works[number](place)
-
-        steps = [functools.partial(step, number) for number in range(len(works))]
-        args = SimpleNamespace(resume=None)
-        run = SimpleNamespace(device=torch.device("cpu"), now=time_of_run.now, args=args)
-        try:
-            with sac.compiled_beside(steps[1:], run):
-                sac.warm_up(steps[:1], agent, run)
-            sac.warm_up(steps[1:], agent, run)
-        finally:
-            agent.files = {path.name: path.read_text() for path in tmp_path.iterdir()}
-        return agent
-
-    warm_up.agent = agent
-    return warm_up
-
-
-def nothing(place):
-    pass
-
-
-def assert_is_gone(process):
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(process), 0)
-
-
-def test_another_process_runs_all_steps_but_the_first(warm_up):
-    agent = warm_up(lambda place: time.sleep(1), nothing, nothing)
-    assert agent.files.keys() == {"0 here", "1 beside", "1 here", "2 beside", "2 here"}
-    assert agent.count.tolist() == [0, 0, 0] and agent.loss == 0, "put back"
-    assert_is_gone(agent.files["2 beside"])
-
-
-def test_the_other_process_is_started_before_this_one_has_threads(warm_up, monkeypatch):
-    """OpenMP's, which copying the state may start: in a forked process they would be missing, and it would hang."""
-    children, state_dict = [], warm_up.agent.state_dict
-
-    def noting_state_dict():
-        children.append(len(multiprocessing.active_children()))
-        return state_dict()
-
-    monkeypatch.setattr(warm_up.agent, "state_dict", noting_state_dict)
-    warm_up(lambda place: time.sleep(0.5), lambda place: time.sleep(0.5))
-    assert children == [1, 0]
-
-
-@pytest.mark.parametrize("speed", [1, 20], ids=["filled cache", "empty cache"])
-def test_another_process_that_hangs_is_not_waited_for(warm_up, monkeypatch, speed):
-    """On a clock that is faster the first step seems to have been compiled: then it is given that time, and no more."""
-    clock, waits = SimpleNamespace(perf_counter=lambda: speed * time.perf_counter()), []
-    monkeypatch.setattr(time_of_run, "now", clock.perf_counter)
-    join = multiprocessing.context.ForkProcess.join
-
-    def noting_join(process, timeout=None):
-        if process.is_alive() and waits.append(timeout) is None and timeout is not None:
-            timeout = 0.5  # enough here
-        join(process, timeout)
-
-    monkeypatch.setattr(multiprocessing.context.ForkProcess, "join", noting_join)
-    agent = warm_up(lambda place: time.sleep(0.12), lambda place: time.sleep(1e6 if place == "beside" else 0))
-    assert "1 here" in agent.files and agent.count.tolist() == [0, 0, 0]
-    given = [wait for wait in waits if wait]
-    assert len(given) == (speed > 1) and all(12 <= wait < 40 for wait in given)
-    assert_is_gone(agent.files["1 beside"])
-
-
-def test_another_process_ends_with_a_run_that_is_interrupted(tmp_path):
-    program = f"""
-import os, pathlib, sys, time, types
-import torch
-import sac_continuous_action_torchcompile as sac
-
-def interrupted():
-    while not pathlib.Path("{tmp_path}/beside").exists():
-        time.sleep(0.1)
-    raise KeyboardInterrupt
-
-def hangs():
-    pathlib.Path("{tmp_path}/new").write_text(str(os.getpid()))
-    pathlib.Path("{tmp_path}/new").rename("{tmp_path}/beside")
-    time.sleep(1e6)
-
-args = types.SimpleNamespace(resume=None)
-run = types.SimpleNamespace(device=torch.device("cpu"), now=time.time, args=args)
-with sac.compiled_beside([hangs], run):
-    sac.warm_up([interrupted], torch.nn.Module(), run)
-"""
-    folder = os.path.dirname(sac.__file__)
-    ended = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert "KeyboardInterrupt" in ended.stderr
-    assert_is_gone((tmp_path / "beside").read_text())

@@ -267,7 +267,7 @@ def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
     actions = np.stack(
         [np.concatenate([agent.act(t, slice(n, n + 2), images[t, n : n + 2]).copy() for n in (0, 2)]) for t in range(8)]
     )
-    kept = agent.batch["observation"].view(8, 4, 84, 84, 4).permute(0, 1, 4, 2, 3)
+    kept = agent.batch["observation"].unflatten(0, (8, 4))
     assert torch.equal(kept.cpu(), torch.as_tensor(images))
     assert np.array_equal(agent.batch["action"].view(8, 4).cpu().numpy(), actions)
     assert len(np.unique(actions)) > 2 and len(agent.batch["value"].unique()) == 32

@@ -368,11 +368,8 @@ def play(agent, envs):
 
 def prepare(agent, envs, step=None):
     agent.rollout.upload()
-    if hasattr(agent, "choose"):
-        agent.look(envs)
-        (step or agent.prepare)()
-    else:
-        agent.prepare(envs)
+    agent.look(envs)
+    (step or agent.prepare)()
 
 
 def hand_over(eager, compiled):

@@ -46,22 +46,21 @@ def test_log_prob_matches_a_numerical_jacobian():
 
 
 def test_actions_fill_asymmetric_bounds_and_no_more():
-    eager, compiled, *_ = pair()
     observation = np.random.default_rng(0).normal(size=(4000, 4)).astype(np.float32) * 5
-    action = eager.act(observation)
-    assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
-    assert (np.ptp(action, axis=0) > 0.8 * np.array([3, 0.5, 2])).all()
-    with torch.no_grad():
-        rows = [compiled.act(observation[:1])[0] for _ in range(500)]
-    assert (np.array(rows) >= [-1, 0, -3]).all() and (np.array(rows) <= [2, 0.5, -1]).all()
-    assert len(np.unique(np.array(rows)[:, 0])) > 490, "fresh noise at each call"
+    for agent, single in zip(pair(num_envs=4000)[:2], pair()):
+        with torch.no_grad():
+            action, rows = agent.act(observation), np.concatenate([single.act(observation[:1]) for _ in range(500)])
+        for chosen in (action, rows):
+            assert (chosen >= [-1, 0, -3]).all() and (chosen <= [2, 0.5, -1]).all()
+        assert (np.ptp(action, axis=0) > 0.8 * np.array([3, 0.5, 2])).all()
+        assert len(np.unique(rows[:, 0])) > 490, "fresh noise at each call"
 
 
 @pytest.mark.parametrize("policy_is_due, targets_are_due", [(False, True), (True, True), (True, False)])
 def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due):
-    eager, compiled, batch = pair()
+    eager, compiled, _ = pair()
     torch.manual_seed(1)
-    eager.update(batch, policy_is_due, targets_are_due)
+    eager.learn(policy_is_due, targets_are_due)
     torch.manual_seed(1)
     with torch.no_grad():
         compiled.learn(policy_is_due, targets_are_due)
@@ -72,11 +71,11 @@ def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due)
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
-    eager, compiled, batch = pair(policy_frequency=1)
+    eager, compiled, _ = pair(policy_frequency=1)
     update = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for n in range(3):
         torch.manual_seed(n)
-        eager.update(batch, True, True)
+        eager.learn(True, True)
         torch.manual_seed(n)
         update(True, True)
     for adam in (compiled.critic_optimizer, compiled.actor_optimizer, compiled.alpha_optimizer):
@@ -90,10 +89,10 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
 
 def test_alpha_moves_only_when_tuned_and_enters_as_its_exponential():
     for autotune in (True, False):
-        eager, compiled, batch = pair(autotune=autotune, alpha=0.3)
+        eager, compiled, _ = pair(autotune=autotune, alpha=0.3)
         start = eager.log_alpha.exp().item()
         assert start == pytest.approx(1.0 if autotune else 0.3)
-        eager.update(batch, True, True)
+        eager.learn(True, True)
         with torch.no_grad():
             compiled.learn(True, True)
         assert (eager.log_alpha.exp().item() != start) is autotune

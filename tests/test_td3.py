@@ -19,26 +19,22 @@ def pair(**arguments):
 
 
 def test_exploration_noise_is_scaled_to_each_bound_and_no_two_rows_share_it():
-    eager, compiled, *_ = pair()
     observation = np.zeros((4000, 4), np.float32)
-    action = eager.act(observation)
-    assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
-    assert action.std(0) == pytest.approx(0.1 * np.array([1.5, 0.25, 1.0]), rel=0.1)
-    assert len(np.unique(action[:, 0])) > 3900
-    with torch.no_grad():
-        drawn = [compiled.act(observation[:1])[0] for _ in range(1000)]
-    assert np.std(drawn, axis=0) == pytest.approx(0.1 * np.array([1.5, 0.25, 1.0]), rel=0.1)
-    assert np.mean(drawn, axis=0) == pytest.approx(action.mean(0), abs=0.02)
+    for agent, single in zip(pair(num_envs=4000)[:2], pair()):
+        with torch.no_grad():
+            action, drawn = agent.act(observation), np.concatenate([single.act(observation[:1]) for _ in range(1000)])
+        assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
+        assert action.std(0) == pytest.approx(0.1 * np.array([1.5, 0.25, 1.0]), rel=0.1)
+        assert len(np.unique(action[:, 0])) > 3900
+        assert drawn.std(0) == pytest.approx(0.1 * np.array([1.5, 0.25, 1.0]), rel=0.1)
+        assert drawn.mean(0) == pytest.approx(action.mean(0), abs=0.02)
 
 
 def test_exploration_stays_in_asymmetric_bounds():
-    eager, compiled, *_ = pair(exploration_noise=3.0)
-    action = eager.act(np.zeros((1000, 4), np.float32))
-    assert (action.min(0) == [-1, 0, -3]).all() and (action.max(0) == [2, 0.5, -1]).all()
-    with torch.no_grad():
-        for _ in range(100):
-            action = compiled.act(np.zeros((1, 4), np.float32))
-            assert (action >= [-1, 0, -3]).all() and (action <= [2, 0.5, -1]).all()
+    for agent in pair(exploration_noise=3.0, num_envs=1000)[:2]:
+        with torch.no_grad():
+            action = agent.act(np.zeros((1000, 4), np.float32))
+        assert (action.min(0) == [-1, 0, -3]).all() and (action.max(0) == [2, 0.5, -1]).all()
 
 
 def test_target_noise_is_clipped_then_scaled(monkeypatch):
@@ -58,10 +54,10 @@ def test_target_noise_is_clipped_then_scaled(monkeypatch):
 
 @pytest.mark.parametrize("policy_is_due", [False, True])
 def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy(policy_is_due):
-    eager, compiled, batch = pair(tau=0.25)
+    eager, compiled, _ = pair(tau=0.25)
     before = {name: getattr(compiled, name).clone() for name in NETWORKS}
     torch.manual_seed(1)
-    eager.update(batch, policy_is_due)
+    eager.learn(policy_is_due)
     torch.manual_seed(1)
     with torch.no_grad():
         compiled.learn(policy_is_due)
@@ -73,11 +69,11 @@ def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
-    eager, compiled, batch = pair()
+    eager, compiled, _ = pair()
     update = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for n in range(3):
         torch.manual_seed(n)
-        eager.update(batch, True)
+        eager.learn(True)
         torch.manual_seed(n)
         update(True)
     for adam in (compiled.critic_optimizer, compiled.actor_optimizer):
