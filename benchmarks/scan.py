@@ -23,7 +23,7 @@ compiled loop                the eager loop, unrolled by torch.compile
 captured ...                 the eager loop, or the compiled scan, in a CUDA graph
 native                       nn.GRU and nn.LSTM, which know no resets
 native, padded               the same, on episodes split at resets and padded to the longest
-native between resets        what leanrl/ppo_memory.py does with GRU and LSTM
+native between resets        what leanrl/ppo_memory.py does with GRU and LSTM where resets are few
 compiled operator            what leanrl/ppo_memory_torchcompile.py does with them: the loop as an operator
 scan, compiled scan          what the scripts do with linear recurrences
 JAX scan                     jax.lax.associative_scan, jitted with its derivative

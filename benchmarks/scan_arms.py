@@ -29,7 +29,7 @@ from torch.func import functional_call, grad_and_value
 from speed import SCRIPTS, scrub
 
 sys.path.append(str(SCRIPTS))
-memory, compiled_memory = (importlib.import_module(name) for name in ("ppo_memory", "ppo_memory_torchcompile"))
+memory = importlib.import_module("ppo_memory")
 
 UNROLLED = {"recurrence": 64, "cell": 16}  # most steps of a loop that is compiled; a GRU's of 64 took 4.5 minutes
 PILOT = 64  # steps of a loop from which the time of all its steps is estimated
@@ -147,6 +147,14 @@ class Model:
             return memory.linear_recurrence(memory.after_reset(given["a"], reset), given["b"], given["h0"])
         return self.cell(given["x"], self.state, reset)[0]
 
+    def between_resets(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own loops also where the script's are the faster ones."""
+        shortest, memory.SHORTEST = memory.SHORTEST, 0
+        try:
+            return self.scan(given, reset)
+        finally:
+            memory.SHORTEST = shortest
+
     def loop(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
         if self.cell is None:
             return loop_recurrence(memory.after_reset(given["a"], reset), given["b"], given["h0"])
@@ -157,11 +165,10 @@ class Model:
             return self.scan(given, reset)
 
     def functional(self, is_loop: bool) -> Run:
-        """The scan or the loop as a function of the cell's parameters, too; of GRU and LSTM the compiled script's."""
+        """The scan or the loop as a function of the cell's parameters, too."""
         if self.cell is None:
             return self.loop if is_loop else self.scan
-        cell = loop_cell(self.cell) if is_loop else copy.copy(self.cell)
-        cell.__class__ = cell.__class__ if is_loop else compiled_memory.LOOPED.get(self.name, cell.__class__)
+        cell = loop_cell(self.cell) if is_loop else self.cell
         return lambda given, reset: functional_call(
             cell, {key: value for key, value in given.items() if key != "x"}, (given["x"], self.state, reset)
         )[0]
@@ -346,6 +353,14 @@ class Ensemble(Model):
         candidate = torch.tanh(from_x[2] + reset * from_h[2])
         return candidate + update * (h - candidate)
 
+    def between_resets(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own loops also where the script's are the faster ones."""
+        shortest, memory.SHORTEST = memory.SHORTEST, 0
+        try:
+            return self.scan(given, reset)
+        finally:
+            memory.SHORTEST = shortest
+
     def loop(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
         step = torch.vmap(self.step, in_dims=(0 if self.is_stacked else None, 0, 0))
         h, states = self.state, []
@@ -429,7 +444,7 @@ def arms_of(model: Model, limit: float) -> dict[str, Callable[[bool], Callable[[
         return eager_call(lambda given, reset: run_padded(layer, given["x"], reset), model, given, trains)
 
     def stretches(trains: bool) -> Callable[[], list]:
-        return eager_call(model.scan, model, model.given, trains)
+        return eager_call(model.between_resets, model, model.given, trains)
 
     arms |= {"native": native, "native, padded": padded, "native between resets": stretches}
     return arms | {"compiled operator": compiled_scan}

@@ -38,7 +38,7 @@ import signal
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -804,6 +804,147 @@ def linear_recurrence(
     return LinearRecurrence.apply(a.expand_as(b), b, h0, parts, reverse)
 
 
+# ---- Loops over time ----
+# GRU and LSTM are no linear recurrences. To the compiler each loop here is one operator, as a loop unrolled takes
+# minutes to compile, which does no more than what has to be done step by step.
+Tensor = torch.Tensor
+
+
+def operator(loop: Callable) -> Callable:
+    """The loop as an operator of PyTorch; its first two arguments are [T, B, ...] and [B, S], it returns [T, B, S]."""
+    name = f"leanrl::{loop.__name__}_{__name__.replace('.', '_')}"
+    made = torch.library.custom_op(name, loop, mutates_args=())
+    made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
+
+    def run(*inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            return made(*inputs)
+
+    return run
+
+
+@operator
+def gru_states(keep: Tensor, state: Tensor, gates: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The states. `keep` is 0 where an episode begins, [T, B, 1]; `gates` is what the inputs add there, [T, B, 3 S]."""
+    size, states = state.shape[1], []
+    for kept, row in zip(keep.unbind(0), gates.unbind(0), strict=True):
+        state = state * kept
+        hidden = torch.addmm(bias, state, weight.mT)
+        gate = torch.sigmoid(row[:, : 2 * size] + hidden[:, : 2 * size])
+        candidate = torch.tanh(torch.addcmul(row[:, 2 * size :], gate[:, :size], hidden[:, 2 * size :]))
+        state = torch.lerp(candidate, state, gate[:, size:])
+        states.append(state)
+    return torch.stack(states)
+
+
+@operator
+def gru_gradients(keep: Tensor, carry: Tensor, outer: Tensor, factors: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """The gradients of the states, from those that reach them from without, backwards."""
+    gradients = []
+    for kept, row, factor, gate in zip(*(x.unbind(0)[::-1] for x in (keep, outer, factors, z)), strict=True):
+        gradient = row + carry
+        carry = kept * torch.addmm(gradient * gate, gradient.repeat(1, 3) * factor, weight)
+        gradients.append(gradient)
+    return torch.stack(gradients[::-1])
+
+
+class GRULoop(torch.autograd.Function):
+    """The states of a GRU."""
+
+    @staticmethod
+    def forward(keep, state, gates, weight, bias):
+        return gru_states(keep, state, gates, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, outer):
+        keep, state, gates, weight, bias, states = ctx.saved_tensors
+        before = keep * torch.cat([state[None], states[:-1]])
+        hidden = (before @ weight.mT + bias).chunk(3, -1)
+        r, z, n = gates.chunk(3, -1)
+        r, z = torch.sigmoid(r + hidden[0]), torch.sigmoid(z + hidden[1])
+        n = torch.tanh(n + r * hidden[2])
+        to_n = (1 - z) * (1 - n.square())  # all these are derivatives of the state by what enters a gate
+        factors = torch.cat([to_n * hidden[2] * r * (1 - r), (before - n) * z * (1 - z), to_n * r], -1)
+        gradient = gru_gradients(keep, torch.zeros_like(state), outer, factors, z, weight)
+        each = gradient.repeat(1, 1, 3) * factors
+        gates_gradient = torch.cat([*each.chunk(3, -1)[:2], gradient * to_n], -1)
+        state_gradient = keep[0] * (gradient[0] * z[0] + each[0] @ weight)
+        return None, state_gradient, gates_gradient, each.flatten(0, 1).mT @ before.flatten(0, 1), each.sum((0, 1))
+
+
+@operator
+def lstm_states(keep: Tensor, state: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
+    """As `gru_states`, with outputs and cells side by side in the states, and all biases in `gates`, [T, B, 4 S]."""
+    size, states = state.shape[1] // 2, []
+    for kept, row in zip(keep.unbind(0), gates.unbind(0), strict=True):
+        output, cell = (state * kept).chunk(2, 1)
+        row = torch.addmm(row, output, weight.mT)
+        gate = torch.sigmoid(row)
+        cell = torch.addcmul(gate[:, size : 2 * size] * cell, gate[:, :size], torch.tanh(row[:, 2 * size : 3 * size]))
+        state = torch.cat([gate[:, 3 * size :] * torch.tanh(cell), cell], 1)
+        states.append(state)
+    return torch.stack(states)
+
+
+@operator
+def lstm_gradients(
+    keep: Tensor, carry: Tensor, outer: Tensor, factors: Tensor, f: Tensor, to_cell: Tensor, weight: Tensor
+) -> Tensor:
+    """As `gru_gradients`."""
+    gradients = []
+    rows = zip(*(x.unbind(0)[::-1] for x in (keep, outer, factors, f, to_cell)), strict=True)
+    for kept, row, factor, gate, derivative in rows:
+        output, cell = (row + carry).chunk(2, 1)
+        cell = torch.addcmul(cell, output, derivative)
+        each = torch.cat([cell, cell, cell, output], 1) * factor
+        carry = kept * torch.cat([each @ weight, cell * gate], 1)
+        gradients.append(torch.cat([output, cell], 1))
+    return torch.stack(gradients[::-1])
+
+
+class LSTMLoop(torch.autograd.Function):
+    """The states of an LSTM, outputs and cells."""
+
+    @staticmethod
+    def forward(keep, state, gates, weight):
+        return lstm_states(keep, state, gates, weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, outer):
+        keep, state, gates, weight, states = ctx.saved_tensors
+        output, cell = (keep * torch.cat([state[None], states[:-1]])).chunk(2, -1)
+        i, f, g, o = (gates + output @ weight.mT).chunk(4, -1)
+        i, f, o = (torch.sigmoid(gate) for gate in (i, f, o))
+        g, tanh = torch.tanh(g), torch.tanh(states.chunk(2, -1)[1])
+        factors = torch.cat([g * i * (1 - i), cell * f * (1 - f), i * (1 - g.square()), tanh * o * (1 - o)], -1)
+        gradient = lstm_gradients(keep, torch.zeros_like(state), outer, factors, f, o * (1 - tanh.square()), weight)
+        to_output, to_cell = gradient.chunk(2, -1)
+        each = torch.cat([to_cell, to_cell, to_cell, to_output], -1) * factors
+        state_gradient = keep[0] * torch.cat([each[0] @ weight, to_cell[0] * f[0]], -1)
+        return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
+
+
+SHORTEST = 5  # steps on average of stretches for which PyTorch's own loops are the faster ones
+
+
+def stretches(reset: torch.Tensor) -> list[tuple[int, int]] | None:
+    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
+    PyTorch's own loops over time can run. None where they are short, or where a compiler or a capture can't look."""
+    if torch.compiler.is_compiling() or (reset.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
+    are_short = begins and SHORTEST * (len(begins) + 1) > len(reset)
+    return None if are_short else list(itertools.pairwise([0, *begins, len(reset)]))
+
+
 # ---- Cells ----
 class Cell(nn.Module):
     """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero.
@@ -874,8 +1015,12 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
+        if (parts := stretches(reset)) is None:
+            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
+            states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
+            return states, states[-1]
         outputs = []
-        for start, end in stretches(reset):
+        for start, end in parts:
             first = after_reset(state, reset[start])[None]
             output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
             outputs.append(output)
@@ -895,20 +1040,17 @@ class LSTM(Cell):
         return output, torch.stack([output, memory], 1)
 
     def forward(self, x, state, reset):
+        if (parts := stretches(reset)) is None:
+            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
+            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
+            return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
         outputs = []
-        for start, end in stretches(reset):
+        for start, end in parts:
             first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
             output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
             outputs.append(output)
             state = torch.cat(last).transpose(0, 1)
         return torch.cat(outputs), state
-
-
-def stretches(reset: torch.Tensor) -> Iterable[tuple[int, int]]:
-    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
-    PyTorch's own loops over time can run."""
-    begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
-    return itertools.pairwise([0, *begins, len(reset)])
 
 
 class LinearCell(Cell):

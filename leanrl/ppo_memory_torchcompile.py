@@ -37,7 +37,7 @@ import signal
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -793,234 +793,9 @@ def linear_recurrence(
     return LinearRecurrence.apply(a.expand_as(b), b, h0, parts, reverse)
 
 
-# ---- Cells ----
-class Cell(nn.Module):
-    """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero.
-
-    Each has its own `step`, to act: [B, size], [B, *state_shape], [B] -> [B, size], [B, *state_shape]; and `forward`,
-    over consecutive steps, to learn: [T, B, size], [B, *state_shape], [T, B] -> [T, B, size], [B, *state_shape].
-    """
-
-    state_shape: tuple[int, ...]
-
-    def initial_state(self, batch: int) -> torch.Tensor:
-        """[batch, *state_shape]."""
-        return next(self.parameters()).new_zeros(batch, *self.state_shape)
-
-
-def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
-    """A state, or its factors, but zero where an episode begins; [..., S], [...] -> [..., S], S of any dimensions."""
-    return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
-
-
-class NoMemory(Cell):
-    """A control: a layer without a state."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (0,)
-        self.layer = nn.Linear(size, size)
-
-    def step(self, x, state, reset):
-        return torch.tanh(self.layer(x)), state
-
-    forward = step
-
-
-class FrameStack(Cell):
-    """A control: a layer over the last four steps of an episode."""
-
-    frames = 4
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (self.frames - 1, size)
-        self.layer = nn.Linear(self.frames * size, size)
-
-    def step(self, x, state, reset):
-        frames = torch.cat([after_reset(state, reset), x[:, None]], 1)
-        return torch.tanh(self.layer(frames.flatten(1))), frames[:, 1:]
-
-    def forward(self, x, state, reset):
-        history, frames, alive = torch.cat([state.transpose(0, 1), x]), [x], torch.ones_like(reset)
-        for lag in range(1, self.frames):  # a frame is there if no episode began since
-            alive = alive * (1 - F.pad(reset, (0, 0, lag - 1, 0))[: len(x)])
-            frames.insert(0, history[self.frames - 1 - lag :][: len(x)] * alive[..., None])
-        frames = torch.stack(frames, 2)
-        return torch.tanh(self.layer(frames.flatten(2))), frames[-1][:, 1:]
-
-
-class GRU(Cell):
-    """Gated recurrent unit (Cho et al. 2014)."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (size,)
-        self.cell = nn.GRUCell(size, size)
-
-    def step(self, x, state, reset):
-        state = self.cell(x, after_reset(state, reset))
-        return state, state
-
-    def forward(self, x, state, reset):
-        outputs = []
-        for start, end in stretches(reset):
-            first = after_reset(state, reset[start])[None]
-            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
-            outputs.append(output)
-        return torch.cat(outputs), state
-
-
-class LSTM(Cell):
-    """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (2, size)
-        self.cell = nn.LSTMCell(size, size)
-
-    def step(self, x, state, reset):
-        output, memory = self.cell(x, after_reset(state, reset).unbind(1))
-        return output, torch.stack([output, memory], 1)
-
-    def forward(self, x, state, reset):
-        outputs = []
-        for start, end in stretches(reset):
-            first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
-            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
-            outputs.append(output)
-            state = torch.cat(last).transpose(0, 1)
-        return torch.cat(outputs), state
-
-
-def stretches(reset: torch.Tensor) -> Iterable[tuple[int, int]]:
-    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
-    PyTorch's own loops over time can run."""
-    begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
-    return itertools.pairwise([0, *begins, len(reset)])
-
-
-class LinearCell(Cell):
-    """A cell whose state is a linear recurrence: `enter` gives its factors and inputs, `leave` what is read from it."""
-
-    parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
-
-    def step(self, x, state, reset):
-        a, b = self.enter(x)
-        state = torch.cat(advance(*(number.chunk(self.parts, -1) for number in (a, b, after_reset(state, reset)))), -1)
-        return self.leave(state, x), state
-
-    def forward(self, x, state, reset):
-        a, b = self.enter(x)
-        states = linear_recurrence(after_reset(a.expand_as(b), reset), b, state, self.parts)
-        return self.leave(states, x), states[-1]
-
-
-class MinGRU(LinearCell):
-    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1).
-
-    It begins with memories of 2 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
-    """
-
-    parts = 1
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (size,)
-        self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
-        nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
-
-    def enter(self, x):
-        gate = torch.sigmoid(self.gate(x))
-        return 1 - gate, gate * self.candidate(x)
-
-    def leave(self, state, x):
-        return state
-
-
-class LRU(LinearCell):
-    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex factors below 1, and inputs scaled to them.
-
-    Unlike there the scale stays that of the decay; times are at most 1,000 steps, and begin evenly by magnitude.
-    """
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (2 * size,)
-        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.0001), 0))
-        self.phase = nn.Parameter(torch.rand(size) * math.pi)
-        self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
-        self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
-
-    def enter(self, x):
-        modulus = (math.log(0.999) - self.log_decay.exp()).exp()
-        factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
-        return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
-
-    def leave(self, state, x):
-        y = self.output(state) + self.skip * x
-        return x + F.glu(self.glu(F.gelu(y)), -1)
-
-
-class S5(LinearCell):
-    """Simplified state space layer (Smith et al. 2023): HiPPO's eigenvalues, discretised by zero-order hold."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (2 * size,)
-        n = np.sqrt(1 + 2 * np.arange(2 * size))
-        skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
-        frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
-        self.log_decay = nn.Parameter(torch.full((size,), math.log(0.5)))
-        self.frequency = nn.Parameter(torch.as_tensor(frequency, dtype=torch.float32))
-        self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
-        self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
-        self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
-
-    def enter(self, x):
-        step, decay = self.log_step.exp(), self.log_decay.exp()
-        modulus, angle = (-decay * step).exp(), self.frequency * step
-        real, imaginary = modulus * angle.cos(), modulus * angle.sin()
-        inverse = [part / (decay.square() + self.frequency.square()) for part in (-decay, -self.frequency)]
-        gain = times([real - 1, imaginary], inverse)  # over the eigenvalue
-        return torch.cat([real, imaginary]), torch.cat(times(gain, self.input(x).chunk(2, -1)), -1)
-
-    leave = LRU.leave
-
-
-class FFM(LinearCell):
-    """Fast and forgetful memory (Morad et al. 2023): traces with decays and frequencies of their own, gated."""
-
-    traces, contexts, horizon = 32, 4, 1024
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.state_shape = (2 * self.traces * self.contexts,)
-        self.decay = nn.Parameter(torch.logspace(-math.log10(self.horizon), math.log10(0.5), self.traces))
-        self.frequency = nn.Parameter(2 * math.pi / torch.logspace(0.5, math.log10(self.horizon), self.contexts))
-        self.input, self.input_gate = nn.Linear(size, self.traces), nn.Linear(size, self.traces)
-        self.mix = nn.Linear(2 * self.traces * self.contexts, size)
-        self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
-        self.norm = nn.LayerNorm(size, elementwise_affine=False)
-
-    def enter(self, x):
-        modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
-        phase = self.frequency.repeat(self.traces)
-        b = (self.input(x) * torch.sigmoid(self.input_gate(x))).repeat_interleave(self.contexts, -1)
-        return torch.cat([modulus * phase.cos(), modulus * phase.sin()]), torch.cat([b, torch.zeros_like(b)], -1)
-
-    def leave(self, state, x):
-        gate = torch.sigmoid(self.output_gate(x))
-        return self.norm(self.mix(state) * gate) + self.skip(x) * (1 - gate)
-
-
-CELLS = {"none": NoMemory, "stack": FrameStack, "gru": GRU, "lstm": LSTM}
-CELLS |= {"mingru": MinGRU, "lru": LRU, "s5": S5, "ffm": FFM}
-
-
 # ---- Loops over time ----
-# GRU and LSTM are no linear recurrences, and a loop unrolled takes minutes to compile. To the compiler each loop here
-# is one operator, which does no more than what has to be done step by step.
+# GRU and LSTM are no linear recurrences. To the compiler each loop here is one operator, as a loop unrolled takes
+# minutes to compile, which does no more than what has to be done step by step.
 Tensor = torch.Tensor
 
 
@@ -1146,25 +921,243 @@ class LSTMLoop(torch.autograd.Function):
         return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
 
 
-class LoopedGRU(GRU):
-    """The GRU whose loop is an operator."""
+SHORTEST = 5  # steps on average of stretches for which PyTorch's own loops are the faster ones
+
+
+def stretches(reset: torch.Tensor) -> list[tuple[int, int]] | None:
+    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
+    PyTorch's own loops over time can run. None where they are short, or where a compiler or a capture can't look."""
+    if torch.compiler.is_compiling() or (reset.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
+    are_short = begins and SHORTEST * (len(begins) + 1) > len(reset)
+    return None if are_short else list(itertools.pairwise([0, *begins, len(reset)]))
+
+
+# ---- Cells ----
+class Cell(nn.Module):
+    """A sequence model of `size` numbers a step; where `reset` is 1, an episode begins: the state before it is zero.
+
+    Each has its own `step`, to act: [B, size], [B, *state_shape], [B] -> [B, size], [B, *state_shape]; and `forward`,
+    over consecutive steps, to learn: [T, B, size], [B, *state_shape], [T, B] -> [T, B, size], [B, *state_shape].
+    """
+
+    state_shape: tuple[int, ...]
+
+    def initial_state(self, batch: int) -> torch.Tensor:
+        """[batch, *state_shape]."""
+        return next(self.parameters()).new_zeros(batch, *self.state_shape)
+
+
+def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
+    """A state, or its factors, but zero where an episode begins; [..., S], [...] -> [..., S], S of any dimensions."""
+    return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
+
+
+class NoMemory(Cell):
+    """A control: a layer without a state."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (0,)
+        self.layer = nn.Linear(size, size)
+
+    def step(self, x, state, reset):
+        return torch.tanh(self.layer(x)), state
+
+    forward = step
+
+
+class FrameStack(Cell):
+    """A control: a layer over the last four steps of an episode."""
+
+    frames = 4
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (self.frames - 1, size)
+        self.layer = nn.Linear(self.frames * size, size)
+
+    def step(self, x, state, reset):
+        frames = torch.cat([after_reset(state, reset), x[:, None]], 1)
+        return torch.tanh(self.layer(frames.flatten(1))), frames[:, 1:]
 
     def forward(self, x, state, reset):
-        gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
-        states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
-        return states, states[-1]
+        history, frames, alive = torch.cat([state.transpose(0, 1), x]), [x], torch.ones_like(reset)
+        for lag in range(1, self.frames):  # a frame is there if no episode began since
+            alive = alive * (1 - F.pad(reset, (0, 0, lag - 1, 0))[: len(x)])
+            frames.insert(0, history[self.frames - 1 - lag :][: len(x)] * alive[..., None])
+        frames = torch.stack(frames, 2)
+        return torch.tanh(self.layer(frames.flatten(2))), frames[-1][:, 1:]
 
 
-class LoopedLSTM(LSTM):
-    """The LSTM whose loop is an operator."""
+class GRU(Cell):
+    """Gated recurrent unit (Cho et al. 2014)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (size,)
+        self.cell = nn.GRUCell(size, size)
+
+    def step(self, x, state, reset):
+        state = self.cell(x, after_reset(state, reset))
+        return state, state
 
     def forward(self, x, state, reset):
-        gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
-        states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
-        return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
+        if (parts := stretches(reset)) is None:
+            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
+            states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
+            return states, states[-1]
+        outputs = []
+        for start, end in parts:
+            first = after_reset(state, reset[start])[None]
+            output, (state,) = torch.gru(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
+            outputs.append(output)
+        return torch.cat(outputs), state
 
 
-LOOPED = {"gru": LoopedGRU, "lstm": LoopedLSTM}
+class LSTM(Cell):
+    """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (2, size)
+        self.cell = nn.LSTMCell(size, size)
+
+    def step(self, x, state, reset):
+        output, memory = self.cell(x, after_reset(state, reset).unbind(1))
+        return output, torch.stack([output, memory], 1)
+
+    def forward(self, x, state, reset):
+        if (parts := stretches(reset)) is None:
+            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
+            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
+            return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
+        outputs = []
+        for start, end in parts:
+            first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
+            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
+            outputs.append(output)
+            state = torch.cat(last).transpose(0, 1)
+        return torch.cat(outputs), state
+
+
+class LinearCell(Cell):
+    """A cell whose state is a linear recurrence: `enter` gives its factors and inputs, `leave` what is read from it."""
+
+    parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
+
+    def step(self, x, state, reset):
+        a, b = self.enter(x)
+        state = torch.cat(advance(*(number.chunk(self.parts, -1) for number in (a, b, after_reset(state, reset)))), -1)
+        return self.leave(state, x), state
+
+    def forward(self, x, state, reset):
+        a, b = self.enter(x)
+        states = linear_recurrence(after_reset(a.expand_as(b), reset), b, state, self.parts)
+        return self.leave(states, x), states[-1]
+
+
+class MinGRU(LinearCell):
+    """Minimal gated recurrent unit, whose gates see only the input (Feng et al. 2024, section 3.1).
+
+    It begins with memories of 2 to 1,000 steps (after Tallec and Ollivier 2018, section 2), else it forgets too soon.
+    """
+
+    parts = 1
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (size,)
+        self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
+        nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
+
+    def enter(self, x):
+        gate = torch.sigmoid(self.gate(x))
+        return 1 - gate, gate * self.candidate(x)
+
+    def leave(self, state, x):
+        return state
+
+
+class LRU(LinearCell):
+    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex factors below 1, and inputs scaled to them.
+
+    Unlike there the scale stays that of the decay; times are at most 1,000 steps, and begin evenly by magnitude.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (2 * size,)
+        self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.0001), 0))
+        self.phase = nn.Parameter(torch.rand(size) * math.pi)
+        self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
+        self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
+
+    def enter(self, x):
+        modulus = (math.log(0.999) - self.log_decay.exp()).exp()
+        factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
+        return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
+
+    def leave(self, state, x):
+        y = self.output(state) + self.skip * x
+        return x + F.glu(self.glu(F.gelu(y)), -1)
+
+
+class S5(LinearCell):
+    """Simplified state space layer (Smith et al. 2023): HiPPO's eigenvalues, discretised by zero-order hold."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (2 * size,)
+        n = np.sqrt(1 + 2 * np.arange(2 * size))
+        skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
+        frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
+        self.log_decay = nn.Parameter(torch.full((size,), math.log(0.5)))
+        self.frequency = nn.Parameter(torch.as_tensor(frequency, dtype=torch.float32))
+        self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
+        self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
+        self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
+
+    def enter(self, x):
+        step, decay = self.log_step.exp(), self.log_decay.exp()
+        modulus, angle = (-decay * step).exp(), self.frequency * step
+        real, imaginary = modulus * angle.cos(), modulus * angle.sin()
+        inverse = [part / (decay.square() + self.frequency.square()) for part in (-decay, -self.frequency)]
+        gain = times([real - 1, imaginary], inverse)  # over the eigenvalue
+        return torch.cat([real, imaginary]), torch.cat(times(gain, self.input(x).chunk(2, -1)), -1)
+
+    leave = LRU.leave
+
+
+class FFM(LinearCell):
+    """Fast and forgetful memory (Morad et al. 2023): traces with decays and frequencies of their own, gated."""
+
+    traces, contexts, horizon = 32, 4, 1024
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.state_shape = (2 * self.traces * self.contexts,)
+        self.decay = nn.Parameter(torch.logspace(-math.log10(self.horizon), math.log10(0.5), self.traces))
+        self.frequency = nn.Parameter(2 * math.pi / torch.logspace(0.5, math.log10(self.horizon), self.contexts))
+        self.input, self.input_gate = nn.Linear(size, self.traces), nn.Linear(size, self.traces)
+        self.mix = nn.Linear(2 * self.traces * self.contexts, size)
+        self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
+        self.norm = nn.LayerNorm(size, elementwise_affine=False)
+
+    def enter(self, x):
+        modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
+        phase = self.frequency.repeat(self.traces)
+        b = (self.input(x) * torch.sigmoid(self.input_gate(x))).repeat_interleave(self.contexts, -1)
+        return torch.cat([modulus * phase.cos(), modulus * phase.sin()]), torch.cat([b, torch.zeros_like(b)], -1)
+
+    def leave(self, state, x):
+        gate = torch.sigmoid(self.output_gate(x))
+        return self.norm(self.mix(state) * gate) + self.skip(x) * (1 - gate)
+
+
+CELLS = {"none": NoMemory, "stack": FrameStack, "gru": GRU, "lstm": LSTM}
+CELLS |= {"mingru": MinGRU, "lru": LRU, "s5": S5, "ffm": FFM}
 
 
 # ---- Networks ----
@@ -1312,7 +1305,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         shapes = {"input": envs.inputs.shape[1:], "action": envs.action_shape}
         names = ("reset", "reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
-        cell = (CELLS | LOOPED)[args.cell](args.hidden_size)
+        cell = CELLS[args.cell](args.hidden_size)
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
         self.module = FlatModule(RecurrentActorCritic(*sizes))
         self.network = nn.Buffer(self.module.flatten().to(device))

@@ -5,7 +5,6 @@ import torch
 from torch.func import vmap
 
 import ppo_memory
-import ppo_memory_torchcompile
 from ppo_memory import CELLS, linear_recurrence
 
 LENGTHS = (1, 2, 31, 64, 1000)
@@ -167,19 +166,31 @@ def test_two_calls_with_the_carried_state_are_one(name):
 
 
 @pytest.mark.parametrize("steps", LENGTHS[:4])
-@pytest.mark.parametrize("name", ppo_memory_torchcompile.LOOPED)
-def test_looped_cells_are_pytorchs(name, steps):
-    """The loops with gradients of their own, which the compiler takes for operators."""
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_loops_are_pytorchs(name, steps, monkeypatch):
+    """The loops with gradients of their own, which the compiler takes for operators, and PyTorch's between resets."""
     cell, x, state, reset = cell_and_inputs(name, steps)
-    looped = ppo_memory_torchcompile.LOOPED[name](8).double()
-    looped.load_state_dict(cell.state_dict())
     cotangents, results = (torch.randn_like(x), torch.randn(state.shape, dtype=torch.float64)), []
-    for each in (cell, looped):
+    monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
+    assert ppo_memory.stretches(reset)
+    for is_own in (False, True):
+        if is_own:
+            monkeypatch.setattr(ppo_memory, "stretches", lambda reset: None)
         inputs = [x.clone().requires_grad_(), state.clone().requires_grad_()]
-        outputs = each(*inputs, reset)
-        results.append([*outputs, *torch.autograd.grad(outputs, [*inputs, *each.parameters()], cotangents)])
+        outputs = cell(*inputs, reset)
+        results.append([*outputs, *torch.autograd.grad(outputs, [*inputs, *cell.parameters()], cotangents)])
     for expected, result in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+
+
+def test_pytorchs_own_loops_run_where_resets_are_few():
+    reset = torch.zeros(40, 2)
+    assert ppo_memory.stretches(reset) == [(0, 40)]
+    reset[0, 1] = reset[7, 0] = reset[7, 1] = reset[39, 1] = 1
+    assert ppo_memory.stretches(reset) == [(0, 7), (7, 39), (39, 40)]
+    reset[::5, 0] = 1  # ten stretches, of 4 steps
+    assert ppo_memory.stretches(reset) is None and len(reset[1:].any(1).nonzero()) == 9
+    assert ppo_memory.stretches(reset[:1]) == [(0, 1)]
 
 
 def test_the_longest_memories_of_an_lru_go_on_learning():
