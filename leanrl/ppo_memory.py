@@ -1254,6 +1254,7 @@ class MemoryPPOAgent(nn.Module):
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
         self.seen = [mirrored(args.num_envs, *shapes["input"], device=device), mirrored(args.num_envs, device=device)]
         self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
+        self.row = torch.zeros(1, dtype=torch.long, device=device)
         size = (args.num_steps, args.num_envs)
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
         self.batch = {name: self.rollout.tensors[name] for name in ("input", "reset", "action", "valid")} | estimates
@@ -1289,6 +1290,7 @@ class MemoryPPOAgent(nn.Module):
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, ...]."""
         if t == 0:
             self.first_state.copy_(self.state)
+        self.row.fill_(t)
         self.look(envs)
         self.choose()
         self.host_action.copy_(self.action)
@@ -1298,10 +1300,13 @@ class MemoryPPOAgent(nn.Module):
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Samples actions, and brings the state to after this step."""
+        """Samples actions, enters what goes with them in the batch's `row`, and brings the state to after this step."""
         (_, x), (_, reset) = self.seen
-        policy, log_std, _, state = self.policy_and_value(self.network, x, self.state, reset)
-        self.action.copy_(sample(policy, log_std))
+        policy, log_std, value, state = self.policy_and_value(self.network, x, self.state, reset)
+        action = sample(policy, log_std)
+        log_prob, _ = log_prob_and_entropy(policy, log_std, action)
+        self.action.copy_(action)
+        self.batch["log_prob"][self.row], self.batch["value"][self.row] = log_prob[None], value[None]
         self.state.copy_(state)
 
     @torch.no_grad()
@@ -1312,21 +1317,18 @@ class MemoryPPOAgent(nn.Module):
         in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
-        log_prob, _, own_value = self.evaluate(self.network, self.batch | {"state": self.first_state})
         (_, x), (_, reset) = self.seen
         _, _, last_value, _ = self.policy_and_value(self.network, x, self.state, reset)
         mean, deviation = self.return_scale()
-        values = mean + deviation * torch.cat([own_value, last_value[None]])
+        values = mean + deviation * torch.cat([self.batch["value"], last_value[None]])
         value, next_value = values[:-1], values[1:]
         error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         decay = args.gamma * args.gae_lambda * (1 - torch.maximum(rollout["terminated"], rollout["truncated"]))
         advantage = linear_recurrence(decay, error, torch.zeros_like(last_value), reverse=True)
         self.learn_scale(advantage + value, rollout["valid"])
         mean, deviation = self.return_scale()
-        estimates = {"log_prob": log_prob, "value": own_value}
-        estimates |= {"advantage": advantage, "return": (advantage + value - mean) / deviation}
-        for name, estimate in estimates.items():
-            self.batch[name].copy_(estimate)
+        self.batch["advantage"].copy_(advantage)
+        self.batch["return"].copy_((advantage + value - mean) / deviation)
 
     def evaluate(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of a batch's actions, the policy's entropy, and the value; [T, B] each."""

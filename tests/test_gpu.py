@@ -352,6 +352,8 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
         captured.load_state_dict(plain.state_dict())
         for name, array in captured.rollout.arrays.items():
             array[:] = plain.rollout.arrays[name]
+        for name in ("log_prob", "value"):
+            captured.batch[name].copy_(plain.batch[name])
         captured.state.copy_(plain.state)
         captured.first_state.copy_(plain.first_state)
         prepare(plain, envs)

@@ -381,6 +381,8 @@ def hand_over(eager, compiled):
     compiled.return_moments.copy_(eager.return_moments)
     for name, array in compiled.rollout.arrays.items():
         array[:] = eager.rollout.arrays[name]
+    for name in ("log_prob", "value"):
+        compiled.batch[name].copy_(eager.batch[name])
     compiled.state.copy_(eager.state)
     compiled.first_state.copy_(eager.first_state)
     eager.optimizer.state.clear()
@@ -507,7 +509,10 @@ def scripted_pair(**arguments):
     arrays["reward"][:] = generator.normal(size=size)
     eager.first_state = torch.as_tensor(generator.normal(size=eager.first_state.shape), dtype=torch.float32)
     tensors, after = eager.rollout.tensors, torch.as_tensor(envs.is_first, dtype=torch.float32)
-    with torch.no_grad():
+    with torch.no_grad():  # what acting would have stored
+        stored = eager.evaluate(eager.network, tensors | {"state": eager.first_state})
+        eager.batch["log_prob"].copy_(stored[0])
+        eager.batch["value"].copy_(stored[2])
         *_, eager.state = eager.network(tensors["input"], eager.first_state, tensors["reset"])
         longer = torch.cat([tensors["input"], torch.as_tensor(envs.inputs)[None]])
         *_, values, _ = eager.network(longer, eager.first_state, torch.cat([tensors["reset"], after[None]]))
@@ -761,13 +766,15 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
         agent.rollout.arrays["reset"][:] = generator.random((8, 4)) < share
         envs.is_first = generator.random(4) < share
         prepare(agent, envs, steps["prepare"])
-        _, _, value = agent.evaluate(agent.network, agent.batch | {"state": agent.first_state})
+        batch = {name: tensor[:, agent.minibatch] for name, tensor in agent.batch.items()}
+        _, logged = agent.ppo_loss(agent.network, batch | {"state": agent.first_state[agent.minibatch]})
         steps["learn"]()
-        agent.look(envs)
+        torch.testing.assert_close(agent.losses, logged, rtol=1e-4, atol=1e-5)
         state = agent.state.clone()
-        _, _, _, after = agent.policy_and_value(agent.network, agent.seen[0][1], state, agent.seen[1][1])
+        _, _, value, after = agent.policy_and_value(agent.network, agent.seen[0][1], state, agent.seen[1][1])
+        agent.row.fill_(5)
         steps["choose"]()
-        torch.testing.assert_close(agent.batch["value"], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(agent.batch["value"][5], value, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(agent.state, after, rtol=1e-4, atol=1e-5)
         values.append(value)
     assert all((one - other).abs().max() > 1e-3 for one, other in itertools.pairwise(values))
