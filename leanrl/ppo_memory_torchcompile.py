@@ -1453,8 +1453,8 @@ def main(args: Args) -> None:
     agent = CompiledMemoryPPOAgent(args, envs, device)
 
     with Run(args, device, agent) as run:
-        # Compilation and capture: full graphs to act, to prepare a rollout and to update
-        steps = [agent.learn, agent.prepare, agent.choose]  # in place: a captured step would copy arguments and results
+        # Compilation and capture: full graphs to act and to update; a rollout is prepared too seldom to be compiled
+        steps = [agent.learn, agent.choose]  # in place: a captured step would copy arguments and results
         if args.compile:
             # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
             # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
@@ -1468,13 +1468,14 @@ def main(args: Args) -> None:
             keys = {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
             options |= {"unsafe_marked_cacheable_functions": keys}
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
+        steps.append(agent.prepare)
         if args.cudagraphs:
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()
             warm_up(steps, agent, run)
             run.warmup_seconds += run.now() - started
-        agent.learn, agent.prepare, agent.choose = steps
+        agent.learn, agent.choose, agent.prepare = steps
 
         if run.global_step:
             envs.begin(run.global_step)

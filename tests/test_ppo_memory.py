@@ -741,7 +741,7 @@ def compilations():
 
 def test_nothing_is_compiled_in_the_window(compiled_run):
     assert compiled_run.opened == compiled_run.ended and "graph_break" not in compiled_run.ended
-    assert compiled_run.opened["stats"]["unique_graphs"] == len(compiled_run.steps) == 3
+    assert compiled_run.opened["stats"]["unique_graphs"] == len(compiled_run.steps) == 2
     summary = compiled_run.run.summary
     assert summary["updates"] > 4 * 6 and summary["variant"] == "compile" and summary["status"] == "finished"
 
@@ -751,7 +751,7 @@ def test_a_compiled_update_phase_is_that_of_the_eager_version(compiled_run):
     eager, _, envs = pair(learning_rate=1e-3)
     compiled, steps = compiled_run.agent, compiled_run.steps
     hand_over(eager, compiled)
-    assert compiled.prepare is steps["prepare"] and compiled.learn is steps["learn"]
+    assert compiled.learn is steps["learn"]
     assert_same_phases(eager, compiled, envs)
 
 
@@ -765,7 +765,7 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
     for share in (0, 1, 0.5, 0.2):
         agent.rollout.arrays["reset"][:] = generator.random((8, 4)) < share
         envs.is_first = generator.random(4) < share
-        prepare(agent, envs, steps["prepare"])
+        prepare(agent, envs)
         batch = {name: tensor[:, agent.minibatch] for name, tensor in agent.batch.items()}
         _, logged = agent.ppo_loss(agent.network, batch | {"state": agent.first_state[agent.minibatch]})
         steps["learn"]()
