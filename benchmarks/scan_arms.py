@@ -168,7 +168,8 @@ class Model:
         """The scan or the loop as a function of the cell's parameters, too."""
         if self.cell is None:
             return self.loop if is_loop else self.scan
-        cell = loop_cell(self.cell) if is_loop else self.cell
+        cell = loop_cell(self.cell) if is_loop else copy.copy(self.cell)
+        cell.is_looped = True  # of GRU and LSTM, as in the compiled scripts
         return lambda given, reset: functional_call(
             cell, {key: value for key, value in given.items() if key != "x"}, (given["x"], self.state, reset)
         )[0]
@@ -352,14 +353,6 @@ class Ensemble(Model):
         reset, update = torch.sigmoid(from_x[0] + from_h[0]), torch.sigmoid(from_x[1] + from_h[1])
         candidate = torch.tanh(from_x[2] + reset * from_h[2])
         return candidate + update * (h - candidate)
-
-    def between_resets(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
-        """PyTorch's own loops also where the script's are the faster ones."""
-        shortest, memory.SHORTEST = memory.SHORTEST, 0
-        try:
-            return self.scan(given, reset)
-        finally:
-            memory.SHORTEST = shortest
 
     def loop(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
         step = torch.vmap(self.step, in_dims=(0 if self.is_stacked else None, 0, 0))

@@ -590,7 +590,7 @@ class AtariPPOAgent(nn.Module):
         self.observe(env_ids, observation)
         self.images.copy_(self.observation[env_ids])
         first = t * self.args.num_envs + env_ids.start
-        # Here, as Inductor's kernel would look up the place anew for each byte
+        # Here and not in `choose`, whose compiled kernel would look up the place anew for each byte
         self.batch["observation"][first : first + len(self.images)] = self.images
         torch.arange(first, first + len(self.rows), out=self.rows)
         self.choose()

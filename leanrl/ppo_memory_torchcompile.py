@@ -926,9 +926,7 @@ SHORTEST = 5  # steps on average of stretches for which PyTorch's own loops are 
 
 def stretches(reset: torch.Tensor) -> list[tuple[int, int]] | None:
     """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
-    PyTorch's own loops over time can run. None where they are short, or where a compiler or a capture can't look."""
-    if torch.compiler.is_compiling() or (reset.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
+    PyTorch's own loops over time can run. None where they are short."""
     begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
     are_short = begins and SHORTEST * (len(begins) + 1) > len(reset)
     return None if are_short else list(itertools.pairwise([0, *begins, len(reset)]))
@@ -994,6 +992,8 @@ class FrameStack(Cell):
 class GRU(Cell):
     """Gated recurrent unit (Cho et al. 2014)."""
 
+    is_looped = False  # always, as for a compiler and a capture, which can't look where episodes begin
+
     def __init__(self, size: int):
         super().__init__()
         self.state_shape = (size,)
@@ -1004,7 +1004,7 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
-        if (parts := stretches(reset)) is None:
+        if self.is_looped or (parts := stretches(reset)) is None:
             gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
             states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
             return states, states[-1]
@@ -1019,6 +1019,8 @@ class GRU(Cell):
 class LSTM(Cell):
     """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
 
+    is_looped = False
+
     def __init__(self, size: int):
         super().__init__()
         self.state_shape = (2, size)
@@ -1029,7 +1031,7 @@ class LSTM(Cell):
         return output, torch.stack([output, memory], 1)
 
     def forward(self, x, state, reset):
-        if (parts := stretches(reset)) is None:
+        if self.is_looped or (parts := stretches(reset)) is None:
             gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
             states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
             return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
@@ -1306,6 +1308,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         names = ("reset", "reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
         cell = CELLS[args.cell](args.hidden_size)
+        cell.is_looped = True
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
         self.module = FlatModule(RecurrentActorCritic(*sizes))
         self.network = nn.Buffer(self.module.flatten().to(device))

@@ -828,7 +828,7 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         agent.choose, agent.update_critics, agent.update_actor = steps
-        learn = {kind: functools.partial(agent.learn, kind) for kind in (True, False)}
+        learn = {kind: functools.partial(agent.learn, kind) for kind in {True, args.policy_frequency == 1}}
         if args.cudagraphs:
             agent.choose = CudaGraphModule(agent.choose, warmup=3)
             learn = {kind: CudaGraphModule(step, warmup=3) for kind, step in learn.items()}

@@ -25,7 +25,7 @@ for name, is_discrete in (("ToyContinuous-v0", False), ("ToyDiscrete-v0", True))
 def pair(script, eager_class, compiled_class, networks, **arguments):
     """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
 
-    Returns (eager, compiled, batch): the batch holds the transitions that are drawn for the compiled one's next update.
+    Returns (eager, compiled, batch): the batch holds the transitions that are drawn for the updates of both.
     """
     eager_module, compiled_module = (importlib.import_module(script + end) for end in ("", "_torchcompile"))
     env = gym.make("ToyDiscrete-v0" if script == "dqn" else "ToyContinuous-v0", disable_env_checker=True)
@@ -176,5 +176,6 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
     assert first.summary["updates"] == second.summary["updates"] >= 200
     assert first.episodes == second.episodes and len(first.episodes) > 5
     for name in ("actor", "critics", "target_critics"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
+        networks = [getattr(agent, name) for agent in (one, other)]
+        assert torch.equal(*(flat(each) if isinstance(each, torch.nn.Module) else each for each in networks)), name
     assert first.metrics[-1]["qf_loss"] == second.metrics[-1]["qf_loss"]

@@ -173,9 +173,7 @@ def test_loops_are_pytorchs(name, steps, monkeypatch):
     cotangents, results = (torch.randn_like(x), torch.randn(state.shape, dtype=torch.float64)), []
     monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
     assert ppo_memory.stretches(reset)
-    for is_own in (False, True):
-        if is_own:
-            monkeypatch.setattr(ppo_memory, "stretches", lambda reset: None)
+    for cell.is_looped in (False, True):
         inputs = [x.clone().requires_grad_(), state.clone().requires_grad_()]
         outputs = cell(*inputs, reset)
         results.append([*outputs, *torch.autograd.grad(outputs, [*inputs, *cell.parameters()], cotangents)])

@@ -781,8 +781,9 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
     assert compilations() == before
 
 
-def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version():
-    """Of the GRU, whose loop is one operator to the compiler, and of continuous actions."""
+def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version(monkeypatch):
+    """Of the GRU, whose loop is one operator to the compiler, against PyTorch's own, and of continuous actions."""
+    monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
     eager, compiled, envs = pair("gru", "Continuous", learning_rate=1e-3)
     compiled.learn = compile_as_main_does(compiled.learn, **{"cpp.use_decompose_tanh": True})
     assert_same_phases(eager, compiled, envs)
@@ -795,6 +796,7 @@ def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch):
     monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
     original = CELLS["lstm"](8)
     module = ppo_memory_torchcompile.FlatModule(ppo_memory_torchcompile.LSTM(8))
+    module.module.is_looped = True
     parameters, x = flat(original), torch.randn(6, 3, 8)
     state = torch.randn_like(original.initial_state(3))
 

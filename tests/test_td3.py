@@ -70,12 +70,13 @@ def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
     eager, compiled, _ = pair()
-    update = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
+    for name in ("update_critics", "update_actor"):
+        setattr(compiled, name, torch.no_grad()(agents.compile_as_main_does(getattr(compiled, name))))
     for n in range(3):
         torch.manual_seed(n)
         eager.learn(True)
         torch.manual_seed(n)
-        update(True)
+        compiled.learn(True)
     for adam in (compiled.critic_optimizer, compiled.actor_optimizer):
         assert adam.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
@@ -94,8 +95,8 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
 
 
 @pytest.mark.parametrize("flags", [("--num-envs", 2), ("--policy-frequency", 1, "--learning-starts", 0)])
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
-    script, agent_class = SCRIPTS[1]
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, script, agent_class, flags):
     agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
 
 
