@@ -563,7 +563,8 @@ class ReplayRing:
         self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
         self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
         observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)]
+        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
+        self.bounds = integers.view(np.int32)[:, 3:]
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
         self.nbytes = sum(field.nbytes for field in self.fields.values())
         self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
@@ -577,8 +578,8 @@ class ReplayRing:
         next_slot = slot if terminated else self.take_slot()
         self.arrived[i] = None if terminated or truncated else next_slot
         self.owners[slot] = self.added
-        integers = (self.added % self.rows, slot, next_slot, self.oldest, self.added + 1)
-        transition = (observation, observation if terminated else next_observation, action, reward, integers)
+        places = (self.added % self.rows, slot, next_slot)
+        transition = (observation, observation if terminated else next_observation, action, reward, places)
         for column, value in zip(self.columns, transition, strict=True):
             column[self.filled] = value
         self.filled, self.added = self.filled + 1, self.added + 1
@@ -593,6 +594,7 @@ class ReplayRing:
         """Sends the staged rows to the device, with the last of them in place of those that are missing."""
         for column in self.columns:
             column[self.filled :] = column[self.filled - 1]
+        self.bounds[:] = self.oldest, self.added
         self.incoming.copy_(self.staged, non_blocking=True)
         if self.sent is not None:
             self.sent.record()
