@@ -733,7 +733,7 @@ def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, rev
     # The first knows of the compiler's later stages since PyTorch 2.13 only
     if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get():
         # Few rows to a chunk, as each is code to compile, and no complex numbers, which Inductor does not know
-        return torch.cat(scan(*numbers, 8, reverse), -1)
+        return torch.cat(scan(*numbers, 4, reverse), -1)
     if parts == 1:
         return scan(*numbers, 16, reverse)[0]
     (states,) = scan(*([torch.complex(*number)] for number in numbers), 16, reverse)

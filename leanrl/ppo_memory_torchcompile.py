@@ -740,7 +740,7 @@ def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, rev
     # The first knows of the compiler's later stages since PyTorch 2.13 only
     if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get():
         # Few rows to a chunk, as each is code to compile, and no complex numbers, which Inductor does not know
-        return torch.cat(scan(*numbers, 8, reverse), -1)
+        return torch.cat(scan(*numbers, 4, reverse), -1)
     if parts == 1:
         return scan(*numbers, 16, reverse)[0]
     (states,) = scan(*([torch.complex(*number)] for number in numbers), 16, reverse)
@@ -1467,6 +1467,7 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
+            options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, in code that grows
             # Else torch keeps no graph with it for the next run, which it may, until this file changes
             keys = {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
             options |= {"unsafe_marked_cacheable_functions": keys}
