@@ -914,7 +914,7 @@ class LSTMLoop(torch.autograd.Function):
         return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
 
 
-SHORTEST = 5  # steps on average of stretches for which PyTorch's own loops are the faster ones
+SHORTEST = 5  # steps on average; of shorter stretches the calls of PyTorch's own loops, one each, cost too much
 
 
 def stretches(reset: torch.Tensor) -> list[tuple[int, int]] | None:
@@ -985,7 +985,7 @@ class FrameStack(Cell):
 class GRU(Cell):
     """Gated recurrent unit (Cho et al. 2014)."""
 
-    is_looped = False  # always, as for a compiler and a capture, which can't look where episodes begin
+    is_looped = False  # if True, never PyTorch's own loops: compilers and captures can't look where episodes begin
 
     def __init__(self, size: int):
         super().__init__()
@@ -1012,7 +1012,7 @@ class GRU(Cell):
 class LSTM(Cell):
     """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
 
-    is_looped = False
+    is_looped = False  # as GRU's
 
     def __init__(self, size: int):
         super().__init__()

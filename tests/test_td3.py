@@ -1,10 +1,14 @@
 """TD3: its noise and bounds, its losses and updates, eager and compiled, and what it learns on probes."""
 
+import functools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import agents
+import td3_continuous_action_torchcompile
 from probes import assert_learned, train
 
 NETWORKS = {name: name for name in ("actor", "critics", "target_actor", "target_critics")}
@@ -65,6 +69,9 @@ def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
         for after in (getattr(compiled, ours), agents.flat(getattr(eager, theirs))):
             assert torch.equal(after, before[ours]) is not (policy_is_due or ours == "critics")
+    if policy_is_due:  # after both updates
+        for ours, theirs in (("actor", "target_actor"), ("critics", "target_critics")):
+            agents.assert_same(getattr(compiled, theirs), before[theirs].lerp(getattr(compiled, ours), 0.25))
     assert compiled.losses["qf_loss"].item() == pytest.approx(eager.losses["qf_loss"].item(), rel=1e-4)
 
 
@@ -87,6 +94,17 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
     _, compiled, _ = pair(learning_rate=0.0, tau=0.25)
     agents.assert_targets_follow(compiled, (True,))
+
+
+@pytest.mark.parametrize("policy, kinds", [(1, {(True,)}), (2, {(True,), (False,)})])
+def test_kinds_of_updates_are_those_that_occur(launch, monkeypatch, policy, kinds):
+    made, partial = [], functools.partial
+    counting = lambda *a: made.append(a[1:]) or partial(*a)  # noqa: E731
+    monkeypatch.setattr(td3_continuous_action_torchcompile, "functools", SimpleNamespace(partial=counting))
+    flags = ["--total-timesteps", 30, "--learning-starts", 0, "--batch-size", 4, "--policy-frequency", policy]
+    assert launch("td3_continuous_action_torchcompile", *flags).summary["updates"] == 30
+    made = [kind for kind in made if len(kind) == 1 and isinstance(kind[0], bool)]
+    assert set(made) == kinds and len(made) == len(kinds)
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
