@@ -793,25 +793,25 @@ class CompiledSACAgent(nn.Module):
             _, log_prob = self.policy(self.actor, batch["observation"])
         return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
 
-    def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the optimiser on a loss, a method, under whose name it is logged."""
-        gradient, loss = torch.func.grad_and_value(loss_function)(parameters, batch)
+    def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
+        gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)
         optimizer.step(parameters, gradient)
-        self.losses[loss_function.__name__].copy_(loss.detach())
+        self.losses[name].copy_(loss.detach())
 
     def update_critics(self, targets_are_due: bool) -> None:
         """One update on the next batch, whose observations are kept for the actor's updates."""
         batch = self.buffer.sample()
-        self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
+        self.minimize("qf_loss", self.critics, self.critic_optimizer, batch)
         self.batch["observation"].copy_(batch["observation"])
         if targets_are_due:
             self.update_targets()
 
     def update_actor(self) -> None:
         """One update of the actor, and of α."""
-        self.minimize(self.actor_loss, self.actor, self.actor_optimizer, self.batch)
+        self.minimize("actor_loss", self.actor, self.actor_optimizer, self.batch)
         if self.args.autotune:
-            self.minimize(self.alpha_loss, self.log_alpha, self.alpha_optimizer, self.batch)
+            self.minimize("alpha_loss", self.log_alpha, self.alpha_optimizer, self.batch)
             self.losses["alpha"].copy_(self.log_alpha.detach().exp())
 
     def learn(self, policy_is_due: bool, targets_are_due: bool) -> None:

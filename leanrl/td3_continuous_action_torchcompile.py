@@ -774,21 +774,21 @@ class CompiledTD3Agent(nn.Module):
         action = self.policy(actor, batch["observation"])
         return -self.q_values(self.critics[:1], batch["observation"], action).mean()
 
-    def minimize(self, loss_function: Callable, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the optimiser on a loss, a method, under whose name it is logged."""
-        gradient, loss = torch.func.grad_and_value(loss_function)(parameters, batch)
+    def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
+        gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)
         optimizer.step(parameters, gradient)
-        self.losses[loss_function.__name__].copy_(loss.detach())
+        self.losses[name].copy_(loss.detach())
 
     def update_critics(self) -> None:
         """One update on the next batch, whose observations are kept for the actor's update."""
         batch = self.buffer.sample()
-        self.minimize(self.qf_loss, self.critics, self.critic_optimizer, batch)
+        self.minimize("qf_loss", self.critics, self.critic_optimizer, batch)
         self.batch["observation"].copy_(batch["observation"])
 
     def update_actor(self) -> None:
         """One update, which the targets follow."""
-        self.minimize(self.actor_loss, self.actor, self.actor_optimizer, self.batch)
+        self.minimize("actor_loss", self.actor, self.actor_optimizer, self.batch)
         self.update_targets()
 
     def learn(self, policy_is_due: bool) -> None:

@@ -111,9 +111,9 @@ def assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, 
     agent_class, seen = getattr(importlib.import_module(script), agent_class), []
     minimize = agent_class.minimize
 
-    def noting(agent, loss_function, *rest):
-        seen.append(loss_function.__name__)
-        minimize(agent, loss_function, *rest)
+    def noting(agent, name, *rest):
+        seen.append(name)
+        minimize(agent, name, *rest)
 
     monkeypatch.setattr(agent_class, "minimize", noting)
     flags = ["--total-timesteps", 120, "--learning-starts", 100, "--num-envs", 2, "--policy-frequency", 3]

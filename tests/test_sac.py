@@ -108,10 +108,10 @@ def test_alpha_loss_has_the_gradient_of_the_eager_one():
     eager.log_alpha.data.fill_(-1.3)
     compiled.log_alpha.fill_(-1.3)
     torch.manual_seed(5)
-    eager.minimize(eager.alpha_loss, eager.log_alpha, eager.alpha_optimizer, batch)
+    eager.minimize("alpha_loss", eager.log_alpha, eager.alpha_optimizer, batch)
     torch.manual_seed(5)
     with torch.no_grad():
-        compiled.minimize(compiled.alpha_loss, compiled.log_alpha, compiled.alpha_optimizer, batch)
+        compiled.minimize("alpha_loss", compiled.log_alpha, compiled.alpha_optimizer, batch)
     gradient = compiled.alpha_optimizer.first_moment / (1 - 0.9)
     assert gradient.item() == pytest.approx(eager.log_alpha.grad.item(), rel=1e-4)
 
