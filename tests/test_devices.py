@@ -75,11 +75,11 @@ def reach(script, flags, monkeypatch, fakes):
 
     if "Breakout-v5" in flags:
         pytest.importorskip("envpool")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, fake in ({"torch": Torch(), "Fleet": MagicMock(), "make_pool": Counting} | fakes).items():
         if hasattr(module, name):
             monkeypatch.setattr(module, name, fake)
-    with pytest.raises(Reached) as reached:
+    with pytest.raises(Reached) as reached, monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
         module.main(tyro.cli(module.Args, args=flags))
     return reached.value.args
 
