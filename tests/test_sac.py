@@ -1,11 +1,13 @@
 """SAC: its log-probability, its losses and updates, eager and compiled, and what it learns on probes."""
 
+import copy
 import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import agents
 import sac_continuous_action as eager_script
@@ -54,6 +56,55 @@ def test_actions_fill_asymmetric_bounds_and_no_more():
             assert (chosen >= [-1, 0, -3]).all() and (chosen <= [2, 0.5, -1]).all()
         assert (np.ptp(action, axis=0) > 0.8 * np.array([3, 0.5, 2])).all()
         assert len(np.unique(rows[:, 0])) > 490, "fresh noise at each call"
+
+
+def test_twenty_updates_are_those_of_a_plain_version():
+    """From the same weights, batch and random numbers: with PyTorch's own distributions, optimisers and losses."""
+    agent, _, batch = pair()
+    names = ("actor", "critics", "target_critics")
+    actor, critics, targets = networks = [copy.deepcopy(getattr(agent, name)) for name in names]
+    log_alpha = torch.zeros((), requires_grad=True)
+    parameters = ((actor.parameters(), 3e-4), (critics.parameters(), 1e-3), ([log_alpha], 1e-3))
+    actor_optimizer, critic_optimizer, alpha_optimizer = (torch.optim.Adam(each, lr=lr) for each, lr in parameters)
+    scale, middle = torch.tensor([1.5, 0.25, 1.0]), torch.tensor([0.5, 0.25, -2.0])
+
+    def sampled(observation):
+        mean, log_std = actor(observation)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        x = mean + torch.randn(32, 3) * log_std.exp()
+        squashed = x.tanh()
+        log_prob = normal.log_prob(x) - torch.log(scale * (1 - squashed**2) + 1e-6)
+        return squashed * scale + middle, log_prob.sum(1)
+
+    def minimize(loss, optimizer):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    observation, next_observation = batch["observation"], batch["next_observation"]
+    for n in range(20):
+        torch.manual_seed(n)
+        agent.learn(n % 2 == 0, True)
+        torch.manual_seed(n)
+        with torch.no_grad():
+            action, log_prob = sampled(next_observation)
+            value = torch.min(*(target(next_observation, action) for target in targets)) - log_alpha.exp() * log_prob
+            expected = batch["reward"] + 0.99 * (1 - batch["terminated"]) * value
+        loss = sum(F.mse_loss(critic(observation, batch["action"]), expected) for critic in critics)
+        minimize(loss, critic_optimizer)
+        assert agent.losses["qf_loss"].item() == pytest.approx(loss.item(), rel=1e-4)
+        for source, copied in zip(critics.parameters(), targets.parameters(), strict=True):
+            copied.data = 0.005 * source.data + 0.995 * copied.data
+        for _ in range(2 if n % 2 == 0 else 0):
+            action, log_prob = sampled(observation)
+            value = torch.min(*(critic(observation, action) for critic in critics))
+            minimize((log_alpha.exp().detach() * log_prob - value).mean(), actor_optimizer)
+            with torch.no_grad():
+                _, log_prob = sampled(observation)
+            minimize((-log_alpha.exp() * (log_prob - 3)).mean(), alpha_optimizer)
+    assert agent.log_alpha.item() == pytest.approx(log_alpha.item(), rel=1e-4)
+    for name, network in zip(names, networks, strict=True):
+        agents.assert_same(agents.flat(getattr(agent, name)), agents.flat(network))
 
 
 @pytest.mark.parametrize("policy_is_due, targets_are_due", [(False, True), (True, True), (True, False)])

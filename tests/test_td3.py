@@ -1,11 +1,13 @@
 """TD3: its noise and bounds, its losses and updates, eager and compiled, and what it learns on probes."""
 
+import copy
 import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import agents
 import td3_continuous_action_torchcompile
@@ -54,6 +56,41 @@ def test_target_noise_is_clipped_then_scaled(monkeypatch):
         expected = ((q - target) ** 2).mean(1).sum().item()
     for agent in (eager, compiled):
         assert agent.qf_loss(agent.critics, batch).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_twenty_updates_are_those_of_a_plain_version():
+    """From the same weights, batch and random numbers: algorithm 1 with PyTorch's own optimisers and losses."""
+    agent, _, batch = pair()
+    names = ("actor", "critics", "target_actor", "target_critics")
+    actor, critics, target_actor, targets = networks = [copy.deepcopy(getattr(agent, name)) for name in names]
+    actor_optimizer, critic_optimizer = (torch.optim.Adam(each.parameters(), lr=3e-4) for each in (actor, critics))
+    observation, next_observation = batch["observation"], batch["next_observation"]
+    low, high = torch.tensor([-1, 0, -3.0]), torch.tensor([2, 0.5, -1.0])
+    scale, middle = (high - low) / 2, (high + low) / 2
+    for n in range(20):
+        torch.manual_seed(n)
+        agent.learn(n % 2 == 0)
+        torch.manual_seed(n)
+        with torch.no_grad():
+            noise = (0.2 * torch.randn(32, 3)).clamp(-0.5, 0.5) * scale
+            action = torch.clamp(target_actor(next_observation) * scale + middle + noise, low, high)
+            value = torch.min(*(target(next_observation, action) for target in targets))
+            expected = batch["reward"] + 0.99 * (1 - batch["terminated"]) * value
+        loss = sum(F.mse_loss(critic(observation, batch["action"]), expected) for critic in critics)
+        critic_optimizer.zero_grad()
+        loss.backward()
+        critic_optimizer.step()
+        assert agent.losses["qf_loss"].item() == pytest.approx(loss.item(), rel=1e-4)
+        if n % 2 == 0:
+            loss = -critics[0](observation, actor(observation) * scale + middle).mean()
+            actor_optimizer.zero_grad()
+            loss.backward()
+            actor_optimizer.step()
+            for network, target in ((actor, target_actor), (critics, targets)):
+                for source, copied in zip(network.parameters(), target.parameters(), strict=True):
+                    copied.data = 0.005 * source.data + 0.995 * copied.data
+    for name, network in zip(names, networks, strict=True):
+        agents.assert_same(agents.flat(getattr(agent, name)), agents.flat(network))
 
 
 @pytest.mark.parametrize("policy_is_due", [False, True])
