@@ -223,7 +223,7 @@ def compiled_call(run: Run, model: Model, trains: bool) -> Callable[[], list[tor
     torch.compiler.allow_in_graph(memory.linear_recurrence)  # else Dynamo may drop its own backward, as in the scripts
     step = types.FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
     options = {"cpp_wrapper": model.device == "cpu", "cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}
-    options |= {"realize_reads_threshold": 2}
+    options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, as the scripts say
     options |= {"size_asserts": False, "guard_filter_fn": lambda guards: [False] * len(guards)}
     compiled = torch.compile(step, fullgraph=True, options=options)
 

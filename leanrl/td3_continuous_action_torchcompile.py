@@ -776,6 +776,7 @@ class CompiledTD3Agent(nn.Module):
 
     def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
+        # By name, as torch 2.11 can compile no __name__ of a method
         gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)
         optimizer.step(parameters, gradient)
         self.losses[name].copy_(loss.detach())

@@ -35,8 +35,6 @@ RUNS = [
     ("appo_ray", LOCAL, 2),
     ("appo_ray", [*LOCAL, *CONTINUOUS], 2),
 ]
-
-
 EAGER = [run[:2] for run in RUNS if not {"gru", "lstm"} & set(run[1])]  # these read on the host where episodes end
 # Of an eager agent, the methods that work on the device
 METHODS = {

@@ -108,12 +108,23 @@ TRANSFORMS = {
 @ordinary
 def test_the_interpreter():
     """Runs the tests below in a process of their own, as Triton is interpreted or not from its import on."""
-    triton = pytest.importorskip("triton")
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("Triton 3.6's interpreter counts with arrays of one number, which NumPy 2.4 refuses")
+    pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
     result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:]
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def counting_interpreter(monkeypatch):
+    """Loops count as in Triton 3.7: the interpreter of 3.6 makes a number of an array, which NumPy 2.4 refuses."""
+    from triton.runtime.interpreter import _LangPatchScope
+
+    set_attr = _LangPatchScope.set_attr
+
+    def mended(scope, owner, name, value):
+        set_attr(scope, owner, name, (lambda x: int(x.handle.data.squeeze())) if name == "__index__" else value)
+
+    monkeypatch.setattr(_LangPatchScope, "set_attr", mended)
 
 
 @pytest.fixture
