@@ -179,8 +179,8 @@ def check_slices(args: Args) -> None:
     for name, fits, allowed in (
         ("batch_size", args.batch_size % length == 0, f"must be a multiple of --slice-length {length}"),
         ("burn_in", args.burn_in < length, f"must be below --slice-length {length}"),
-        ("buffer_size", args.buffer_size >= rows, f"must be at least num_envs * (slice_length + 1) = {rows}"),
-        ("learning_starts", args.learning_starts >= steps, f"must be at least num_envs * slice_length = {steps}"),
+        ("buffer_size", args.buffer_size >= rows, f"must be at least {rows}, --slice-length + 1 an environment"),
+        ("learning_starts", args.learning_starts >= steps, f"must be at least {steps}, --slice-length an environment"),
     ):
         if not fits:
             fail(name, getattr(args, name), allowed)
