@@ -225,7 +225,7 @@ def compiled_call(run: Run, model: Model, trains: bool) -> Callable[[], list[tor
     options = {"cpp_wrapper": model.device == "cpu", "cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}
     options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, as the scripts say
     options |= {"size_asserts": False, "guard_filter_fn": lambda guards: [False] * len(guards)}
-    compiled = torch.compile(step, fullgraph=True, options=options)
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
     def call() -> list[torch.Tensor]:
         with torch.no_grad():

@@ -45,7 +45,7 @@ def ray():
     before = sorted(os.listdir("/dev/shm"))
     variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests"))  # where the actors find environments.py
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)  # where the actors find environments.py
         with running_ray(cpus=4):
             import ray
 
