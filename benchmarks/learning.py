@@ -53,7 +53,7 @@ PLAN = [
     {"script": ATARI_PPO, "flags": "--compile", "env_id": "Breakout-v5", "steps": 250_000, "seeds": [1]},
     {"script": ATARI_PPO, "flags": "--compile", "env_id": "Pong-v5", "steps": 1_000_000, "seeds": [1]},
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3, 4]},
-    {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3]},
+    {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [*range(1, 11)]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 200_000, "seeds": [1, 2, 3]},
     {
         "script": TD3,
@@ -90,6 +90,7 @@ PLAN = [
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
+    {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 1_000_000, "seeds": [1]},
     {"script": SAC, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1, 2]},
     *(  # what other memories learn, and elsewhere, is the plan of memory_learning.py
