@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Stands in for Python, outside and inside .venv, so that a test needs no network: `-m venv` makes a folder with this
-# file in it, `-m pip install` writes a line into the log (and waits or fails when asked to), `-c` is real Python, which
-# believes it is this file and of version 3.$MINOR. Anything else prints the arguments.
+# file in it, `-m pip install` writes a line into the log (and fails when asked to, or waits for tenths of a second),
+# `-c` is real Python, which believes it is this file and of version 3.$MINOR. Anything else prints the arguments.
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 trap 'exit 130' INT  # bash alone may take a Ctrl-C for its child's affair and go on; pip does not
@@ -30,7 +30,7 @@ $2" ;;
         half="$(dirname -- "$0")/../half"
         [[ ! -e $half ]] || { echo "pip in a half-made .venv" >>"$LOG"; exit 1; }
         touch "$half"
-        if [[ -n ${PIP_WAITS:-} ]]; then sleep "$PIP_WAITS"; fi
+        for ((i = 0; i < ${PIP_WAITS:-0}; i++)); do sleep 0.1; done  # bash puts a trap off until a command has ended
         if [[ -n ${PIP_FAILS:-} ]]; then exit 1; fi
         rm "$half" ;;
     *) echo "ran: $*" ;;
@@ -252,7 +252,7 @@ def test_failing_dev_requirements_leave_the_scripts_usable(copy):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_install_is_taken_up_again(copy, number):
-    process = copy.start("setup", PIP_WAITS="60")
+    process = copy.start("setup", PIP_WAITS="600")
     copy.wait_for_pip()
     os.killpg(process.pid, number)
     process.communicate(timeout=30)
@@ -280,7 +280,7 @@ def test_a_venv_of_the_users_own_is_kept(copy):
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="without flock(1) nothing keeps two run.sh apart")
 def test_two_at_once_install_once(copy):
-    processes = [copy.start("setup", PIP_WAITS="0.3") for _ in range(3)]
+    processes = [copy.start("setup", PIP_WAITS="3") for _ in range(3)]
     for process in processes:
         out, error = process.communicate(timeout=60)
         assert process.returncode == 0, out + error
@@ -289,7 +289,7 @@ def test_two_at_once_install_once(copy):
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="without flock(1) nothing keeps two run.sh apart")
 def test_an_install_that_outlives_its_run_sh_is_waited_for(copy):
-    process = copy.start("setup", PIP_WAITS="1")
+    process = copy.start("setup", PIP_WAITS="10")
     copy.wait_for_pip()
     process.kill()
     _, error = copy.run("setup")
