@@ -225,6 +225,7 @@ def compiled_call(run: Run, model: Model, trains: bool) -> Callable[[], list[tor
     options = {"cpp_wrapper": model.device == "cpu", "cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}
     options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, as the scripts say
     options |= {"size_asserts": False, "guard_filter_fn": lambda guards: [False] * len(guards)}
+    # For this size alone: of the second that a process compiles, Dynamo would make the sizes variables of the graph
     compiled = torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
     def call() -> list[torch.Tensor]:

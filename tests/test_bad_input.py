@@ -161,7 +161,7 @@ def test_numbers_that_do_not_fit_each_other(refused, script):
         ("--slice-length 10 --batch-size 32", "--batch-size 32: must be a multiple of --slice-length 10"),
         ("--slice-length 10 --batch-size 5", "--batch-size 5: must be a multiple of --slice-length 10"),
         ("--slice-length 16 --burn-in 16", "--burn-in 16: must be below --slice-length 16"),
-        ("--slice-length 16 --buffer-size 67", "67: must be at least 68, --slice-length + 1 an environment"),
+        ("--slice-length 16 --buffer-size 67", "--buffer-size 67: must be at least 68, --slice-length + 1 an "),
         ("--learning-starts 255", "--learning-starts 255: must be at least 256, --slice-length an environment"),
         ("--cell rnn", "--cell"),
         ("--start-state random", "--start-state"),
