@@ -335,7 +335,7 @@ def read_checkpoint(folder: Path) -> dict:
             file.seek(0)
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
-        missing = {"format", "env_id", "global_step", "run", "agent"} - set(checkpoint) - set(checkpoint["parts"])
+        missing = {"format", "args", "run", "agent"} - set(checkpoint) - set(checkpoint["parts"])
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({first_line(error)})")
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
@@ -370,7 +370,7 @@ def load_agent(folder: Path, args: Args) -> Agent:
         fail(f"{folder}: its script {checkpoint['script']}.py needs a package that is not installed ({error})")
     if checkpoint["format"] != module.CHECKPOINT_FORMAT:
         fail(f"{folder}: its checkpoint.pt has format {checkpoint['format']}, not {module.CHECKPOINT_FORMAT}")
-    trained_on = checkpoint["env_id"]
+    trained_on = checkpoint["args"]["env_id"]
     config = memory_of(folder, checkpoint["script"], args)
     env_id, env = make_env(module, trained_on, args.video and args.env_id is None, config)
     try:
@@ -383,9 +383,9 @@ def load_agent(folder: Path, args: Args) -> Agent:
         if kinds[0] != kinds[1]:
             spaces = [f"{shape} {dtype} observations and {actions}" for shape, dtype, actions in kinds]
             fail(f"--env-id {args.env_id}: has {spaces[1]}, where {folder} was trained on {spaces[0]}")
-    returns = [episode_return for episode_return, _ in checkpoint["parts"]["run"]["recent"]]
+    returns = [episode_return for episode_return, _ in checkpoint["run"]["recent"]]
     training_return = statistics.fmean(returns) if returns else None
-    return Agent(folder, trained_on, env_id, checkpoint["global_step"], training_return, env, policy)
+    return Agent(folder, trained_on, env_id, checkpoint["run"]["global_step"], training_return, env, policy)
 
 
 # ---- Episodes ----

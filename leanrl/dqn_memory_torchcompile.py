@@ -42,7 +42,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NoReturn, TextIO
+from typing import Annotated, Literal, NoReturn, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -61,15 +61,23 @@ except ImportError:  # PyTorch for CPUs, macOS, Windows: the text of a kernel st
     triton, tl = None, SimpleNamespace(constexpr=None)
 
 
+Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
+Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
+Count = Annotated[int, ("must be at least 1", 1, math.inf)]
+CountOrNone = Annotated[int, ("must be at least 0", 0, math.inf)]
+Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
+Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+
+
 @dataclass
 class Args:
-    seed: int = 1
+    seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
     """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
-    total_timesteps: int = 500_000
+    total_timesteps: Steps = 500_000
     """length of the run, in environment steps summed over all environments"""
-    num_envs: int = 16
+    num_envs: Count = 16
     """number of environments stepped side by side"""
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
@@ -83,50 +91,50 @@ class Args:
     """Weights & Biases team or user; your default one if not given"""
     output_dir: str = "runs"
     """folder in which the run's own folder is made"""
-    measure_burnin: int = 100
+    measure_burnin: CountOrNone = 100
     """environment steps after learning has started before fps is measured"""
-    save_every: int = 0
+    save_every: CountOrNone = 0
     """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
     resume: str | None = None
     """folder of the run to go on with, under its own arguments; environments begin new episodes, PPO a new rollout"""
 
     cell: Literal["none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm"] = "lru"
     """memory of the agent; none, and stack, which sees the last four steps, are controls"""
-    hidden_size: int = 64
+    hidden_size: Count = 64
     """width of the layers and of the memory"""
     hide_velocities: bool = False
     """hide the velocities that CartPole, Pendulum, Acrobot, MountainCar and HalfCheetah show"""
     start_state: Literal["stored", "zero"] = "stored"
     """state from which a slice is run: the one that the memory had before it when it was seen, or zero"""
-    slice_length: int = 64
+    slice_length: Count = 64
     """consecutive rows of a slice; a row is a step, or the reset after an episode's end"""
-    burn_in: int = 0
+    burn_in: CountOrNone = 0
     """first rows of a slice that only bring its state up to date"""
-    buffer_size: int = 100_000
+    buffer_size: Count = 100_000
     """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     save_replay: bool = False
     """keep the replay buffer in the checkpoint; without it a resumed run first collects --learning-starts steps anew"""
-    gamma: float = 0.99
+    gamma: Share = 0.99
     """discount factor, per step"""
-    tau: float = 1.0
+    tau: Share = 1.0
     """share of the new parameters in each update of the target networks"""
-    batch_size: int = 2048
+    batch_size: Count = 2048
     """transitions per update"""
-    learning_starts: int = 5_000
+    learning_starts: CountOrNone = 5_000
     """environment steps before the first update; SAC and TD3 act at random until then"""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """learning rate of Adam"""
-    max_grad_norm: float = 10.0
+    max_grad_norm: Positive = 10.0
     """norm to which longer gradients are cut"""
-    train_frequency: int = 64
+    train_frequency: Count = 64
     """environment steps between updates"""
-    target_network_frequency: int = 2_000
+    target_network_frequency: Count = 2_000
     """environment steps between updates of the target networks"""
-    start_e: float = 1.0
+    start_e: Share = 1.0
     """share of random actions ε at the start"""
-    end_e: float = 0.05
+    end_e: Share = 0.05
     """share of random actions ε once it has fallen"""
-    exploration_fraction: float = 0.3
+    exploration_fraction: Share = 0.3
     """share of the run over which ε falls linearly"""
 
     compile: bool = False
@@ -137,7 +145,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 5
+CHECKPOINT_FORMAT = 6
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -148,48 +156,16 @@ def fail(flag: str, value: object, allowed: str) -> NoReturn:
 
 def check_args(args: Args) -> None:
     """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
-    steps = getattr(args, "num_steps", 0) or getattr(args, "fragment_length", 0) * getattr(args, "batch_fragments", 0)
-    rollout, tiny, huge = args.num_envs * steps, sys.float_info.min, sys.float_info.max
-    counts = "total_timesteps num_envs buffer_size batch_size policy_frequency target_network_frequency train_frequency"
-    minibatches = f"must divide a rollout of {rollout} into minibatches of at least 2"
-    for names, allowed, low, high in (
-        (f"{counts} num_steps num_minibatches update_epochs", "must be at least 1", 1, math.inf),
-        ("hidden_size slice_length fragment_length batch_fragments actor_timeout", "must be at least 1", 1, math.inf),
-        ("learning_starts measure_burnin save_every burn_in num_actors forced_lag", "must be at least 0", 0, math.inf),
-        ("seed", "must lie in [0, 2**32)", 0, 2**32 - 1),
-        ("total_timesteps", "must be below 2**31", 1, 2**31 - 1),
-        ("learning_rate policy_lr q_lr clip_coef max_grad_norm target_kl", "must be finite and above 0", tiny, huge),
-        ("rho_clip c_clip", "must be finite, at least 0", 0, huge),
-        ("alpha policy_noise exploration_noise noise_clip ent_coef vf_coef", "must be finite, at least 0", 0, huge),
-        ("gamma gae_lambda trace_lambda tau start_e end_e exploration_fraction", "must lie in [0, 1]", 0, 1),
-        ("learning_starts", f"must be below --total-timesteps {args.total_timesteps}", 0, args.total_timesteps - 1),
-        ("buffer_size", f"must be at least --num-envs {args.num_envs}", args.num_envs, math.inf),
-        ("total_timesteps", f"must be at least a rollout of {rollout}", rollout, math.inf),
-        ("num_minibatches", minibatches, 1, rollout // 2),
-        ("cudagraphs", "needs a CUDA device and --cuda", False, args.cuda and torch.cuda.is_available()),
-        ("num_actors", "needs the ray package: pip install ray", 0, math.inf if importlib.util.find_spec("ray") else 0),
-        ("track", "needs the wandb package: pip install wandb", False, importlib.util.find_spec("wandb") is not None),
-    ):
-        for name in names.split():
-            value = getattr(args, name, None)
+    for argument in fields(args):
+        value = getattr(args, argument.name)
+        ranges = [getattr(kind, "__metadata__", ()) for kind in (argument.type, *get_args(argument.type))]
+        for allowed, low, high in sum(ranges, ()):
             if value is not None and not low <= value <= high:
-                fail(name, value, allowed)
-    if rollout % getattr(args, "num_minibatches", 1):
-        fail("num_minibatches", args.num_minibatches, minibatches)
-
-
-def check_slices(args: Args) -> None:
-    """Ends the program with exit status 2 if slices don't fit batches, the replay, or what it holds before learning."""
-    length, steps = args.slice_length, args.num_envs * args.slice_length
-    rows = steps + args.num_envs
-    for name, fits, allowed in (
-        ("batch_size", args.batch_size % length == 0, f"must be a multiple of --slice-length {length}"),
-        ("burn_in", args.burn_in < length, f"must be below --slice-length {length}"),
-        ("buffer_size", args.buffer_size >= rows, f"must be at least {rows}, --slice-length + 1 an environment"),
-        ("learning_starts", args.learning_starts >= steps, f"must be at least {steps}, --slice-length an environment"),
-    ):
-        if not fits:
-            fail(name, getattr(args, name), allowed)
+                fail(argument.name, value, allowed)
+    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
+        fail("cudagraphs", True, "needs a CUDA device and --cuda")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("track", True, "needs the wandb package: pip install wandb")
 
 
 def stored_args() -> Args:
@@ -202,29 +178,15 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
-def open_files(folder: Path, mode: str) -> dict[str, TextIO]:
-    """The files of metrics and episodes; raises BlockingIOError if another run has them open."""
-    files = {name: open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")}
-    try:
-        fcntl.flock(files["metrics"], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BlockingIOError("in use by another run") from None
-    except OSError:
-        pass  # some network disks know no locks
-    return files
-
-
-def end_of_step(file: TextIO, step: int) -> int:
-    """Where in a file of metrics or episodes the lines past `step` begin, or one that was not written whole."""
-    return sum(len(line) for line in file if line.endswith("}\n") and json.loads(line)["global_step"] <= step)
-
-
-def replace_file(path: Path, write: Callable) -> None:
-    """Has `write` fill a file beside `path`, which it replaces when it is whole and on the disk."""
+def replace_file(path: Path, content: Mapping) -> None:
+    """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
-            write(file)
+            if path.suffix == ".pt":
+                torch.save(content, file)
+            else:
+                file.write(f"{json.dumps(content, indent=2)}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
@@ -232,55 +194,36 @@ def replace_file(path: Path, write: Callable) -> None:
         beside.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Mapping) -> None:
-    replace_file(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))
-
-
 class Run:
-    """Keeps a run's files in a new folder of `args.output_dir`, its progress bar, and its last lines however it ends.
+    """A run's folder with its files, its progress bar, and its last lines, however it ends.
 
     metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
     episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. With --resume
     it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
     """
 
-    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at")
+    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device = args, device
-        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at = 0, 0, 0, [], []
-        self.warmup_seconds, self.wall_seconds, self.window, self.stop = 0.0, 0.0, None, None
+        self.args, self.device, self.window, self.stop = args, device, None, None
+        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
+        self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         count = args.num_envs * max(getattr(args, "num_actors", 0), 1)
-        self.returns, self.lengths, self.is_cut = [0.0] * count, [0] * count, False
+        self.returns, self.lengths = [0.0] * count, [0] * count
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
-        versions = {"python": platform.python_version()}
+        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        self.about["versions"] = versions = {"python": platform.python_version()}
         for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
             versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
-        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
-        self.about["versions"] = versions
-        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        # The agent's attributes that have a state but are no modules: eager optimisers, running statistics
-        parts = {**vars(agent), "run": self, "agent": agent, "buffer": None}
-        if getattr(args, "save_replay", False):
-            parts["buffer"] = buffer
-            place = Path(args.resume or args.output_dir, "checkpoint.pt").absolute()
-            free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
-            free, size = free + (place.stat().st_size if place.exists() else 0), 2 * buffer.saved_nbytes
-            print(f"replay buffer in the checkpoint: up to {size / 2e6:.1f} MB", flush=True)
-            if size > free:  # the old one lies there until the new one is whole
-                fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+        # All that has a state: the run, the agent, what of it is no module, and the replay if it is kept
+        parts = {**vars(agent), "agent": agent, "buffer": getattr(args, "save_replay", False) and buffer}
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
-        self.first_step = self.last_step = self.global_step
-        self.updates_before = self.updates
-        self.start, self.last_log = time.perf_counter() - self.wall_seconds, (self.global_step, time.perf_counter())
-        # What the agent learns from has to be collected first, anew where a resumed run has no replay
-        rollout, left = args.num_envs * getattr(args, "num_steps", 0), args.total_timesteps - self.first_step
-        self.learning_starts = getattr(args, "learning_starts", min(rollout, left // 2))
-        self.learning_starts += 0 if "buffer" in self.parts else self.first_step
-        opens = min(max(self.learning_starts, self.first_step), args.total_timesteps)
-        self.window_opens = opens + min(args.measure_burnin, (args.total_timesteps - opens) // 2)
+        self.first_step = self.last_step = self.learning_since = self.global_step
+        self.updates_before, self.last_log = self.updates, (self.global_step, time.perf_counter())
+        self.start = self.last_log[1] - self.wall_seconds
         if args.track:
             import wandb
 
@@ -294,7 +237,7 @@ class Run:
                 fail("track", True, f"wandb can't start ({error})")
 
     def make_folder(self) -> Path:
-        """A new folder, with config.json and empty files of metrics and episodes."""
+        """A new folder, with empty files of metrics and episodes."""
         args = self.args
         stem = [re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *self.flags, str(args.seed)]
         while True:
@@ -306,43 +249,52 @@ class Run:
                 if not os.path.isdir(folder):
                     fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
                 time.sleep(0.1)  # another run began within this second
-        write_json(folder / "config.json", vars(args) | self.about)
-        self.files = open_files(folder, "w")
+        replace_file(folder / "config.json", vars(args) | self.about)
+        self.open_files(folder, "w")
         return folder
+
+    def open_files(self, folder: Path, mode: str) -> None:
+        """Opens the files of metrics and episodes; raises BlockingIOError if another run has them open."""
+        self.files = [open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")]
+        try:
+            fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError("in use by another run") from None
+        except OSError:
+            pass  # some network disks know no locks
 
     def reopen_folder(self) -> Path:
         """The folder that `args.resume` names, with everything as it was at its checkpoint.
 
         Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
         """
-        args, folder = self.args, Path(self.args.resume)
+        args, folder = vars(self.args), Path(self.args.resume)
         setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
         try:
-            stored = json.loads((folder / "config.json").read_text())
-            self.files = open_files(folder, "r+")
+            self.open_files(folder, "r+")
             checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
             if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
                 raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
             if (found := (checkpoint["format"], checkpoint["script"])) != (CHECKPOINT_FORMAT, Path(__file__).stem):
                 raise ValueError(f"it is of format {found[0]} and of the script {found[1]}")
-            stored["env_id"] = checkpoint["env_id"]
-            for name, value in vars(args).items():
-                may_grow = name == "total_timesteps" and value >= stored[name]
-                may_change = may_grow or name in ("resume", "ray_address", "actor_timeout")  # where it runs, not what
-                if not may_change and value != stored.get(name):
-                    fail(name, value, f"must be {stored.get(name)}, as in {folder}")
+            for name, before in checkpoint["args"].items():
+                may_grow = name == "total_timesteps" and args[name] >= before
+                if args[name] != before and not may_grow and name not in ("resume", "ray_address", "actor_timeout"):
+                    fail(name, args[name], f"must be {before}, as in {folder}")
+            vars(self).update({name: checkpoint["run"][name] for name in self.saved})
             for name, part in self.parts.items():
                 part.load_state_dict(checkpoint["parts"][name])
             for set_state, state in zip(setters, checkpoint["random"]):
                 set_state(state)
-            ends = [end_of_step(file, self.global_step) for file in self.files.values()]
+            if any(os.fstat(file.fileno()).st_size < end for file, end in zip(self.files, self.ends, strict=True)):
+                raise ValueError("its files of metrics and episodes are shorter than they were")
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
             reason = str(error).partition("\n")[0] or repr(error)
             fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
-        if self.global_step >= args.total_timesteps:
-            fail("total_timesteps", args.total_timesteps, f"must be above the {self.global_step} made before")
-        write_json(folder / "config.json", vars(args) | self.about | {"resume": None})
-        for file, end in zip(self.files.values(), ends):
+        if self.global_step >= self.args.total_timesteps:
+            fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")
+        replace_file(folder / "config.json", args | self.about | {"resume": None})
+        for file, end in zip(self.files, self.ends, strict=True):
             file.seek(end)
             file.truncate()
         self.resumed_at.append(self.global_step)
@@ -355,18 +307,11 @@ class Run:
         self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
         return self
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.saved}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        vars(self).update({name: state[name] for name in self.saved})
-
     def interrupt(self, number: int, _frame) -> None:
         """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
         self.stop = self.stop or (number, time.perf_counter())
         if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
-            self.is_cut = True
-            raise KeyboardInterrupt(number)
+            raise KeyboardInterrupt
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
@@ -378,33 +323,42 @@ class Run:
             if is_terminated or is_truncated:
                 total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
-                self.files["episodes"].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.files[1].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
                 self.recent = [*self.recent[-99:], (total, self.lengths[i])] if total is not None else self.recent
                 self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
 
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
+    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
-        last_step, self.last_step = self.last_step, self.global_step
-        if self.window is None and self.global_step >= self.window_opens:
-            self.window = (self.global_step, self.now())
-        if self.global_step // LOG_EVERY > last_step // LOG_EVERY or self.global_step >= self.args.total_timesteps:
-            self.log(losses, learning_rate)
-        if self.args.save_every and self.global_step // self.args.save_every > last_step // self.args.save_every:
+        step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
+        if self.updates == self.updates_before:
+            self.learning_since = step
+        elif self.window is None:
+            burnin = min(self.args.measure_burnin, (total - self.learning_since) // 2)
+            self.window = (step, self.now()) if step >= self.learning_since + burnin else None
+        if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
+            self.log(losses, values)
+        if save_every and step // save_every > self.last_step // save_every:
             self.save()
-        if self.stop is not None:
-            raise KeyboardInterrupt(self.stop[0])
+        self.last_step = step
+        self.end_if_asked()
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], learning_rate: float) -> None:
-        """Writes a line of metrics. Raises FloatingPointError if a loss is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items()}
+    def end_if_asked(self) -> None:
+        """Ends the run if a signal asked for that; called where the agent is not in the middle of an update."""
+        if self.stop is not None:
+            self.save()
+            raise KeyboardInterrupt
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+        """Writes a line of metrics, with losses once there are any; raises FloatingPointError if one is not finite."""
+        losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
-        line |= {**self.means(), **losses, "learning_rate": learning_rate}
-        self.files["metrics"].write(json.dumps(line) + "\n")
+        line |= {**self.means(), **losses, **values}
+        self.files[0].write(json.dumps(line) + "\n")
         if self.args.track:
             self.tracked.log(line, step=self.global_step)
         self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
@@ -412,21 +366,21 @@ class Run:
 
     def save(self) -> None:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
-        self.wall_seconds = time.perf_counter() - self.start
+        self.wall_seconds, self.ends = time.perf_counter() - self.start, [file.tell() for file in self.files]
         kind, keys, *rest = np.random.get_state()
         generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
-        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "env_id": self.args.env_id}
-        checkpoint |= {"global_step": self.global_step, "random": generators}
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "random": generators}
+        checkpoint["args"] = vars(self.args)
         try:
+            checkpoint["run"] = {name: getattr(self, name) for name in self.saved}
             checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
             numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
             if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
                 raise ArithmeticError("a parameter, or what else it would hold, is not finite")
-            replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+            replace_file(self.folder / "checkpoint.pt", checkpoint)
         except (OSError, RuntimeError, ArithmeticError) as error:
-            if not self.is_cut:
-                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+            self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -442,9 +396,8 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
-        if self.is_cut:  # compiled code may have made another error of the interruption
-            kind = KeyboardInterrupt
-        status = {None: "finished", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
+        # Compiled code may have made another error of an interruption
+        status = "finished" if kind is None else "failed" if self.stop is None else "interrupted"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
         fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
@@ -455,15 +408,13 @@ class Run:
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
         summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), **self.about}
-        summary |= {"peak_memory_bytes": peak, "status": status}
-        is_whole = status != "interrupted" or (self.stop is not None and not self.is_cut)
-        if self.global_step > self.first_step and is_whole:
-            self.save()  # else there is nothing new, or a step may have been left in the middle
+        summary |= {"wall_seconds": round(end - self.start, 3), **self.about, "peak_memory_bytes": peak}
+        if status != "interrupted" and self.global_step > self.first_step:
+            self.save()
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
-            write_json(self.folder / "summary.json", summary)
-            for file in self.files.values():
+            replace_file(self.folder / "summary.json", summary | {"status": status})
+            for file in self.files:
                 file.close()
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
         print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
@@ -471,9 +422,43 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if status == "interrupted":
-            sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
+            sys.exit(128 + self.stop[0])
         if kind in (FloatingPointError, ChildProcessError):
             sys.exit(f"error: {error}")
+
+
+def check_replay(args: Args) -> None:
+    """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
+    if args.learning_starts >= args.total_timesteps:
+        fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    if args.buffer_size < args.num_envs:
+        fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
+
+
+def announce_replay(args: Args, buffer, device: torch.device) -> None:
+    """Prints the buffer's size; ends the program with exit status 2 if it is to be saved where there is no room."""
+    print(f"replay buffer: {buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
+    if args.save_replay:
+        place, size = Path(args.resume or args.output_dir, "checkpoint.pt").absolute(), 2 * buffer.saved_nbytes
+        free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
+        free += place.stat().st_size if place.exists() else 0  # it lies there until the next one is whole
+        print(f"replay buffer in the checkpoint: up to {size / 1e6:.1f} MB", flush=True)
+        if size > free:
+            fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+
+
+def check_slices(args: Args) -> None:
+    """Ends the program with exit status 2 if slices don't fit batches, the replay, or what it holds before learning."""
+    length, steps = args.slice_length, args.num_envs * args.slice_length
+    rows = steps + args.num_envs
+    for name, fits, allowed in (
+        ("batch_size", args.batch_size % length == 0, f"must be a multiple of --slice-length {length}"),
+        ("burn_in", args.burn_in < length, f"must be below --slice-length {length}"),
+        ("buffer_size", args.buffer_size >= rows, f"must be at least {rows}, --slice-length + 1 an environment"),
+        ("learning_starts", args.learning_starts >= steps, f"must be at least {steps}, --slice-length an environment"),
+    ):
+        if not fits:
+            fail(name, getattr(args, name), allowed)
 
 
 # ---- Environments ----
@@ -1451,6 +1436,7 @@ class CompiledMemoryDQNAgent(nn.Module):
 
 def main(args: Args) -> None:
     check_args(args)
+    check_replay(args)
     check_slices(args)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -1464,7 +1450,7 @@ def main(args: Args) -> None:
         fail("env_id", args.env_id, f"its actions must be Discrete, not {envs.action_space}")
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledMemoryDQNAgent(args, envs, device)
-    print(f"replay buffer: {agent.buffer.nbytes / 1e6:.1f} MB on {device}", flush=True)
+    announce_replay(args, agent.buffer, device)
 
     with Run(args, device, agent, agent.buffer) as run:
         # Compilation and capture: full graphs to act and to update
@@ -1494,6 +1480,7 @@ def main(args: Args) -> None:
         if run.global_step:
             envs.begin(run.global_step)
         numbers, duration = np.arange(args.num_envs), args.exploration_fraction * args.total_timesteps
+        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
         while run.global_step < args.total_timesteps:
             # Act: at random with probability ε, else greedily
             epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
@@ -1506,14 +1493,13 @@ def main(args: Args) -> None:
             run.step(*(step[name][valid].tolist() for name in ("reward", "terminated", "truncated")), numbers[valid])
 
             # Learn
-            if run.global_step > run.learning_starts:
+            if run.global_step > learning_starts:
                 for _ in range(times_due(run.global_step, int(valid.sum()), args.train_frequency)):
                     agent.learn()
                     run.updates += 1
                 for _ in range(times_due(run.global_step, int(valid.sum()), args.target_network_frequency)):
                     agent.update_target()
-            losses = agent.losses if run.updates > run.updates_before else {}
-            run.end_step(losses | {"epsilon": epsilon}, args.learning_rate)
+            run.end_step(agent.losses, learning_rate=args.learning_rate, epsilon=epsilon)
 
 
 if __name__ == "__main__":

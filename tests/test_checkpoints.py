@@ -55,7 +55,7 @@ def resume(script, folder, **changes):
 
     def noting(run):
         runs.append(run)
-        parts = {name: part.state_dict() for name, part in run.parts.items() if name not in ("run", "buffer")}
+        parts = {name: part.state_dict() for name, part in run.parts.items() if name != "buffer"}
         run.loaded = torch.load(copy_of(parts), weights_only=True)
         return enter(run)
 
@@ -70,6 +70,15 @@ def copy_of(state):
     torch.save(state, buffer)
     buffer.seek(0)
     return buffer
+
+
+def as_if(folder, **changes):
+    """Makes of a run's folder that of a run with other arguments."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["args"] |= changes
+    torch.save(checkpoint, folder / "checkpoint.pt")
 
 
 def assert_equal(ours, theirs):
@@ -114,7 +123,7 @@ def test_a_stopped_run_goes_on(copied):
     before, checkpoint = untimed(folder), torch.load(folder / "checkpoint.pt", weights_only=True)
     first_summary = json.loads((folder / "summary.json").read_text())
     resumed = resume(script, folder)
-    assert resumed.run.loaded.keys() == checkpoint["parts"].keys() - {"run", "buffer"}
+    assert resumed.run.loaded.keys() == checkpoint["parts"].keys() - {"buffer"}
     assert_equal(resumed.run.loaded, {name: checkpoint["parts"][name] for name in resumed.run.loaded})
 
     # No step is missing or there twice, and nothing that was written before has changed
@@ -258,7 +267,7 @@ def test_after_a_failure(launch, name, status):
     if name == "NaNReward":
         assert not (run.folder / "checkpoint.pt").exists() and "not finite" in run.err
     else:
-        assert torch.load(run.folder / "checkpoint.pt", weights_only=True)["global_step"] == 89
+        assert torch.load(run.folder / "checkpoint.pt", weights_only=True)["run"]["global_step"] == 89
 
 
 def test_a_compiled_run_goes_on_with_what_was_loaded(launch, monkeypatch):
@@ -314,10 +323,10 @@ def test_the_last_lines_come_on_a_full_disk_too(launch, monkeypatch):
     module = importlib.import_module("dqn")
     replace_file = module.replace_file
 
-    def full(path, write):
+    def full(path, content):
         if path.name != "config.json":
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(path, write)
+        replace_file(path, content)
 
     monkeypatch.setattr(module, "replace_file", full)
     monkeypatch.setattr("conftest.read_run", lambda folder: SimpleNamespace())
@@ -350,8 +359,7 @@ def load(folder, **changes):
     reopen = module.Run.reopen_folder
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
         patch.setattr(module.Run, "reopen_folder", lambda run: runs.append(run) or reopen(run))
-        patch.setattr(module, "write_json", stop)
-        patch.setattr(Path, "unlink", stop)
+        patch.setattr(module, "replace_file", stop)
         try:
             module.Run(args, CPU, agent, buffer)
         except Done:
@@ -360,7 +368,7 @@ def load(folder, **changes):
             assert contents(folder) == before
             return end.code, err.getvalue()
         finally:
-            for file in getattr(runs[0], "files", {}).values():
+            for file in getattr(runs[0], "files", []):
                 file.close()
 
 
@@ -396,7 +404,9 @@ def test_a_checkpoint_with_a_wrong_byte_is_refused(small_run, tmp_path):
 def test_a_foreign_checkpoint_is_refused(small_run, tmp_path, change):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    torch.save(checkpoint | change, folder / "checkpoint.pt")
+    target = checkpoint["args"] if "env_id" in change else checkpoint
+    target |= change
+    torch.save(checkpoint, folder / "checkpoint.pt")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"gamma": 0.5}))  # comes second, if it is another script's
     status, err = load(folder, gamma=0.99)
@@ -462,12 +472,7 @@ def test_a_folder_in_use_is_refused(small_run):
 def test_from_the_shell(small_run, tmp_path, start):
     """Two processes resume one folder, with the run's arguments as their defaults; a changed one is refused."""
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"env_id": "environments:CounterDiscrete-v0", "gamma": 0.9})
-    )
-    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    torch.save(checkpoint | {"env_id": "environments:CounterDiscrete-v0"}, folder / "checkpoint.pt")
+    as_if(folder, env_id="environments:CounterDiscrete-v0", gamma=0.9)
     process = start("dqn.py", "--resume", folder, "--gamma", 0.99)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2 and err == f"error: --gamma 0.99: must be 0.9, as in {folder}\n"
@@ -497,8 +502,7 @@ def in_a_child(work):
 def test_killed_at_any_moment_it_can_be_resumed(small_run, tmp_path):
     """50 times, each time going on from what the kill before it left; it saves after every step."""
     folder, steps = Path(shutil.copytree(small_run, tmp_path / "run")), []
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"save_every": 1, "total_timesteps": 10**6}))
+    as_if(folder, save_every=1, total_timesteps=10**6)
     pauses = torch.rand(50, generator=torch.Generator().manual_seed(1)).mul(0.25).tolist()
     for pause in pauses:
         written = os.stat(folder / "checkpoint.pt").st_mtime_ns
@@ -510,9 +514,9 @@ def test_killed_at_any_moment_it_can_be_resumed(small_run, tmp_path):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert load(folder) == (0, "")
-        steps.append(torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"])
+        steps.append(torch.load(folder / "checkpoint.pt", weights_only=True)["run"]["global_step"])
     assert steps == sorted(set(steps)), "each went further than the one before"
-    (folder / "config.json").write_text(json.dumps(config | {"total_timesteps": steps[-1] + 300}))
+    as_if(folder, save_every=0, total_timesteps=steps[-1] + 300)
     resume("dqn", folder)
     logged = [line["global_step"] for line in lines_of(folder, "metrics")]
     assert logged == [*range(100, steps[-1] + 300, 100), *[steps[-1] + 300] * ((steps[-1] + 300) % 100 > 0)]
