@@ -1,4 +1,4 @@
-"""Writes the README's tables from the result files, so that no published figure is typed by hand.
+"""Writes the tables of README.md and benchmarks/README.md from the result files: no published figure is typed by hand.
 
     python benchmarks/tables.py                    renews the tables
     python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
@@ -33,6 +33,7 @@ import ray_scaling
 import scan
 from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
 
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
 ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
     "sac_continuous_action": "SAC",
@@ -57,8 +58,8 @@ class Args:
     """change nothing; exit status 1 if the tables are not what the result files say"""
     plot: Path | None = None
     """PNG file for the learning curves; needs matplotlib"""
-    readme: Path = ROOT / "README.md"
-    """file that holds the tables"""
+    readme: Path | None = None
+    """file that holds the tables; README.md and benchmarks/README.md if not given"""
     results: Path = RESULTS
     """folder of the result files"""
 
@@ -519,8 +520,13 @@ TABLES = {
 }
 
 
-def fill(text: str, results: Path) -> str:
-    """`text` with each table renewed; raises ValueError for an unknown name or a marker without its partner."""
+def fill(text: str, results: Path, folder: Path) -> str:
+    """`text`, a page of `folder`, with each table renewed, and links that lead from there to the files.
+
+    Raises ValueError for an unknown name or a marker without its partner.
+    """
+    place = results.relative_to(results.parent.parent).as_posix()
+    link = f"]({results.relative_to(folder).as_posix()}" if results.is_relative_to(folder) else f"]({place}"
     parts, end, opened = [], 0, None
     for marker in MARKERS.finditer(text):
         closes, name = marker[1] == "/", marker[2]
@@ -528,7 +534,9 @@ def fill(text: str, results: Path) -> str:
             raise ValueError(f"{marker[0]}: there is no such table; the tables are {', '.join(TABLES)}")
         if closes != (opened is not None) or (closes and opened != name):
             raise ValueError(f"{marker[0]}: stands without its partner")
-        parts += [f"\n{TABLES[name](results)}\n"] if closes else [text[end : marker.start()]]
+        parts += (
+            [f"\n{TABLES[name](results)}\n".replace(f"]({place}", link)] if closes else [text[end : marker.start()]]
+        )
         parts.append(marker[0])
         opened, end = (None if closes else name), marker.end()
     if opened:
@@ -589,18 +597,20 @@ def plot(results: Path, output: Path) -> None:
 
 
 def main(args: Args) -> None:
-    try:
-        old = args.readme.read_text()
-        new = fill(old, args.results.resolve())
-    except (OSError, ValueError) as error:
-        fail(f"{args.readme.name}: {error}")
+    for readme in [args.readme] if args.readme else PAGES:
+        name = readme.relative_to(ROOT) if readme.is_relative_to(ROOT) else readme.name
+        try:
+            old = readme.read_text()
+            new = fill(old, args.results.resolve(), readme.resolve().parent)
+        except (OSError, ValueError) as error:
+            fail(f"{name}: {error}")
+        if args.check and new != old:
+            sys.exit(f"{name}: its tables are not what the result files say; run python benchmarks/tables.py")
+        if not args.check and new != old:
+            readme.write_text(new)
+        print(f"{name}: {'the tables are up to date' if new == old else 'the tables are renewed'}")
     if args.plot:
         plot(args.results, args.plot)
-    if args.check and new != old:
-        sys.exit(f"{args.readme.name}: its tables are not what the result files say; run python benchmarks/tables.py")
-    if not args.check and new != old:
-        args.readme.write_text(new)
-    print(f"{args.readme.name}: {'the tables are up to date' if new == old else 'the tables are renewed'}")
 
 
 if __name__ == "__main__":

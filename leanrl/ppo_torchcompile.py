@@ -178,7 +178,7 @@ class Run:
     """A run's folder with its files, its progress bar, and its last lines, however it ends.
 
     metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
-    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after learning has started. With --resume
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after the first update. With --resume
     it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
     """
 
@@ -201,7 +201,7 @@ class Run:
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
-        self.first_step = self.last_step = self.learning_since = self.global_step
+        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
         self.updates_before, self.last_log = self.updates, (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -310,11 +310,10 @@ class Run:
     def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
-        if self.updates == self.updates_before:
-            self.learning_since = step
-        elif self.window is None:
-            burnin = min(self.args.measure_burnin, (total - self.learning_since) // 2)
-            self.window = (step, self.now()) if step >= self.learning_since + burnin else None
+        if self.window is None and self.updates > self.updates_before:
+            self.learned_at = self.learned_at or step
+            burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
+            self.window = (step, self.now()) if step >= self.learned_at + burnin else None
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -330,9 +331,25 @@ def test_wrong_markers_are_errors(text, readme, results, capsys):
     assert readme.read_text() == text
 
 
-def test_the_readme_is_up_to_date(capsys):
-    assert tables.MARKERS.search((ROOT / "README.md").read_text())
+def test_the_pages_are_up_to_date_and_have_every_table_once(capsys):
+    shown = [
+        marker[2] for page in tables.PAGES for marker in tables.MARKERS.finditer(page.read_text()) if not marker[1]
+    ]
+    assert sorted(shown) == sorted(tables.TABLES)
     tables.main(tables.Args(check=True))
+
+
+def test_links_of_the_pages_lead_somewhere():
+    for page in tables.PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_links_of_a_page_beside_the_results(results, tmp_path):
+    page = tmp_path / "benchmarks" / "README.md"
+    page.write_text("<!-- table:speed -->\n<!-- /table:speed -->\n")
+    tables.main(tables.Args(readme=page, results=results))
+    assert "](results/speed_cpu_2026-01-02.json)" in page.read_text() and "](benchmarks" not in page.read_text()
 
 
 def test_the_output_that_the_readme_shows_is_that_of_the_recorded_run():

@@ -486,6 +486,7 @@ def test_twin_sees_what_the_agent_was_trained_on(folder_of):
 # ---- Bad input ----
 def store(folder, **changes):
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["args"] |= {name: changes.pop(name) for name in ("env_id",) if name in changes}
     torch.save(checkpoint | changes, folder / "checkpoint.pt")
 
 
@@ -513,7 +514,7 @@ BAD_FOLDERS = {
     "no_mapping": (lambda f: torch.save([1, 2], f / "checkpoint.pt"), "not that of a run"),
     "other_script": (lambda f: store(f, script="../tests/conftest"), "not that of a run"),
     "other_format": (lambda f: store(f, format=0), "format 0"),
-    "no_network": (lambda f: store(f, parts={"agent": {}, "run": {"recent": []}}), "does not fit"),
+    "no_network": (lambda f: store(f, parts={"agent": {}}), "does not fit"),
     "other_spaces": (lambda f: store(f, env_id="ToyContinuous-v0"), "does not fit"),
     "other_algorithm": (lambda f: store(f, script="td3_continuous_action"), "does not fit"),
     "unknown_environment": (lambda f: store(f, env_id="Nowhere-v0"), "no such environment"),

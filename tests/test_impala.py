@@ -628,7 +628,7 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8), cluster.actors_node]
     end_step, deadline = module.Run.end_step, time.monotonic() + 240
 
-    def end_step_and_remove(run, losses, learning_rate):
+    def end_step_and_remove(run, losses, **values):
         assert time.monotonic() < deadline, (removed, [seat.incarnation for seat in run.fleet_seats])
         delivering = len({seat.number for seat in run.fleet_seats if seat.incarnation is not None})
         if delivering == 3 and run.global_step > 3000 * (1 + 3 * len(removed)) and nodes:
@@ -636,7 +636,7 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
             if len(removed) == 2:
                 monkeypatch.setattr(module, "PATIENCE", 1)
             cluster.remove_node(nodes.pop(0), allow_graceful=False)
-        end_step(run, losses, learning_rate)
+        end_step(run, losses, **values)
 
     enter = module.Fleet.__enter__
     monkeypatch.setattr(

@@ -63,10 +63,11 @@ def rollouts_of(script, run):
 
 
 def expected_updates(script, run):
-    """Counted step by step, as the design says it, from what the run's config.json holds."""
-    config = run.config
+    """Counted step by step, as the design says it, from what config.json holds; and the step of the first of them."""
+    config, first = run.config, None
     if algorithm_of(script) in ON_POLICY:
-        return rollouts_of(script, run) * config["update_epochs"] * config["num_minibatches"]
+        first = steps_of(script, run)[config["num_steps"] - 1][0]
+        return rollouts_of(script, run) * config["update_epochs"] * config["num_minibatches"], first
     starts, updates, step = config["learning_starts"], 0, 0  # steps taken before this one of every environment
     for after, *_ in steps_of(script, run):
         if script.startswith("dqn"):
@@ -74,8 +75,8 @@ def expected_updates(script, run):
             updates += len(reached) if after > starts else 0
         else:
             updates += config["num_envs"] if step >= starts else 0
-        step = after
-    return updates
+        step, first = after, first or (updates and after)
+    return updates, first
 
 
 def expected_learning_rate(script, run, step):
@@ -127,9 +128,8 @@ def assert_recorded(script, run):
     assert summary["status"] == "finished" and summary["variant"] == "eager" and summary["script"] == script
     assert summary["env_id"] == config["env_id"] and summary["seed"] == config["seed"]
     assert summary["global_step"] == steps and summary["episodes"] == len(run.episodes)
-    assert summary["updates"] == expected_updates(script, run) > 0
-    first_rollout = min(config["num_envs"] * config.get("num_steps", 0), config["total_timesteps"] // 2)
-    opens = config.get("learning_starts", first_rollout)
+    updates, opens = expected_updates(script, run)
+    assert summary["updates"] == updates > 0
     opens += min(config["measure_burnin"], (config["total_timesteps"] - opens) // 2)
     assert summary["fps_window"] == [next(step for step in so_far if step >= opens), steps]
     assert summary["fps"] > 0 and summary["wall_seconds"] > 0 and summary["warmup_seconds"] == 0
