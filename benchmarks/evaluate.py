@@ -335,7 +335,7 @@ def read_checkpoint(folder: Path) -> dict:
             file.seek(0)
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
-        missing = {"format", "args", "run", "agent"} - set(checkpoint) - set(checkpoint["parts"])
+        missing = {"format"} - set(checkpoint)
     except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run ({first_line(error)})")
     if damaged or missing or script not in [path.stem for path in SCRIPTS.glob("*.py")]:
@@ -370,6 +370,8 @@ def load_agent(folder: Path, args: Args) -> Agent:
         fail(f"{folder}: its script {checkpoint['script']}.py needs a package that is not installed ({error})")
     if checkpoint["format"] != module.CHECKPOINT_FORMAT:
         fail(f"{folder}: its checkpoint.pt has format {checkpoint['format']}, not {module.CHECKPOINT_FORMAT}")
+    if missing := {"args", "run", "parts"} - set(checkpoint) or {"agent"} - set(checkpoint["parts"]):
+        fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run (without {missing})")
     trained_on = checkpoint["args"]["env_id"]
     config = memory_of(folder, checkpoint["script"], args)
     env_id, env = make_env(module, trained_on, args.video and args.env_id is None, config)

@@ -56,7 +56,7 @@ from tqdm import tqdm
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
-CountOrNone = Annotated[int, ("must be at least 0", 0, math.inf)]
+Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
 NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
 Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
@@ -84,9 +84,9 @@ class Args:
     """Weights & Biases team or user; your default one if not given"""
     output_dir: str = "runs"
     """folder in which the run's own folder is made"""
-    measure_burnin: CountOrNone = 100
-    """environment steps after learning has started before fps is measured"""
-    save_every: CountOrNone = 0
+    measure_burnin: Natural = 100
+    """environment steps after the first update before fps is measured"""
+    save_every: Natural = 0
     """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
     resume: str | None = None
     """folder of the run to go on with, under its own arguments; environments begin new episodes, PPO a new rollout"""
@@ -101,7 +101,7 @@ class Args:
     """share of the new parameters in each update of the target networks"""
     batch_size: Count = 256
     """transitions per update"""
-    learning_starts: CountOrNone = 25_000
+    learning_starts: Natural = 25_000
     """environment steps before the first update; SAC and TD3 act at random until then"""
     learning_rate: Positive = 3e-4
     """learning rate of Adam"""
@@ -177,7 +177,7 @@ class Run:
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop = args, device, None, None
+        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         count = args.num_envs * max(getattr(args, "num_actors", 0), 1)
@@ -188,7 +188,7 @@ class Run:
         self.about["versions"] = versions = {"python": platform.python_version()}
         for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
             versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
-        # All that has a state: the run, the agent, what of it is no module, and the replay if it is kept
+        # All that has a state: the agent, what of it is no module, and the replay if it is kept
         parts = {**vars(agent), "agent": agent, "buffer": getattr(args, "save_replay", False) and buffer}
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
@@ -209,7 +209,7 @@ class Run:
                 fail("track", True, f"wandb can't start ({error})")
 
     def make_folder(self) -> Path:
-        """A new folder, with empty files of metrics and episodes."""
+        """A new folder, with config.json and empty files of metrics and episodes."""
         args = self.args
         stem = [re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *self.flags, str(args.seed)]
         while True:
@@ -258,8 +258,9 @@ class Run:
                 part.load_state_dict(checkpoint["parts"][name])
             for set_state, state in zip(setters, checkpoint["random"]):
                 set_state(state)
-            if any(os.fstat(file.fileno()).st_size < end for file, end in zip(self.files, self.ends, strict=True)):
-                raise ValueError("its files of metrics and episodes are shorter than they were")
+            for file, end in zip(self.files, self.ends, strict=True):
+                if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                    raise ValueError(f"{Path(file.name).name} is not what it was at the checkpoint")
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
             reason = str(error).partition("\n")[0] or repr(error)
             fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
@@ -283,6 +284,7 @@ class Run:
         """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
         self.stop = self.stop or (number, time.perf_counter())
         if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True
             raise KeyboardInterrupt
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -337,13 +339,16 @@ class Run:
 
     def save(self) -> None:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
-        self.wall_seconds, self.ends = time.perf_counter() - self.start, [file.tell() for file in self.files]
+        self.wall_seconds = time.perf_counter() - self.start
         kind, keys, *rest = np.random.get_state()
         generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
         generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "random": generators}
         checkpoint["args"] = vars(self.args)
         try:
+            self.ends = [file.tell() for file in self.files]
+            for file in self.files:
+                os.fsync(file.fileno())
             checkpoint["run"] = {name: getattr(self, name) for name in self.saved}
             checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
             numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
@@ -351,6 +356,8 @@ class Run:
                 raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", checkpoint)
         except (OSError, RuntimeError, ArithmeticError) as error:
+            if self.is_cut:  # of which torch.save made an error of its own
+                raise KeyboardInterrupt from None
             self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
@@ -367,11 +374,11 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
-        # Compiled code may have made another error of an interruption
-        status = "finished" if kind is None else "failed" if self.stop is None else "interrupted"
+        is_interrupted = kind is KeyboardInterrupt or (kind and self.is_cut)  # compiled code may change its kind
+        status = "finished" if kind is None else "interrupted" if is_interrupted else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
-        fps = round((self.global_step - first_step) / (end - opened), 2) if end > opened else None
+        fps = round((self.global_step - first_step) / (end - opened), 2) if self.global_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
@@ -393,7 +400,7 @@ class Run:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if status == "interrupted":
-            sys.exit(128 + self.stop[0])
+            sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
         if kind in (FloatingPointError, ChildProcessError):
             sys.exit(f"error: {error}")
 
@@ -432,7 +439,7 @@ def make_environments(args: Args) -> list[gym.Env]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except (gym.error.Error, ImportError) as error:
+    except Exception as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"

@@ -118,12 +118,12 @@ class Counter(gym.Env):
             assert inside or (self.nan_from is not None and np.isnan(action).any()), action
         self.steps, self.has_begun = self.steps + 1, True
         self.actions.append(np.array(action))
-        if self.steps == self.fail_at:
-            raise RuntimeError("the environment broke down")
         if self.steps == Counter.stop_after:
             os.kill(os.getpid(), signal.SIGINT)
         if self.steps == self.signal_at:
             os.kill(os.getpid(), self.number)
+        if self.steps == self.fail_at:
+            raise RuntimeError("the environment broke down")
         reward = reward_of(self.key, self.episode, self.t, action)
         if self.nan_from is not None and self.steps >= self.nan_from:
             reward = float("nan")

@@ -200,6 +200,15 @@ def test_unknown_environment(refused, script, env_id, nearest):
     assert f"--env-id {env_id}: " in err and nearest in err
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
+@pytest.mark.parametrize("content", ["raise KeyError('a setting')", "def ="], ids=["raises", "no Python"])
+def test_a_module_that_is_broken(refused, tmp_path, monkeypatch, script, content):
+    (tmp_path / "broken_module.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "--env-id broken_module:Environment-v0: " in refused(script, "--env-id", "broken_module:Environment-v0")
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *RAY])
 def test_spaces_that_the_algorithm_cannot_take(refused, script):
     kinds = ["Discrete", "Continuous"] if script.startswith("appo") else [environments.kind_of(script)]

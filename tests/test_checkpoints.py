@@ -189,6 +189,17 @@ def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
     assert untimed(folder) == untimed(longer)
 
 
+@pytest.mark.parametrize("name", ["metrics", "episodes"])
+def test_files_that_were_changed_are_refused(small_run, tmp_path, name):
+    """They are cut where they ended at the checkpoint, which must be the end of a line."""
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    path = folder / f"{name}.jsonl"
+    for content in (path.read_bytes()[:-30], path.read_bytes().replace(b"\n", b"\r\n")):
+        path.write_bytes(content)
+        status, err = load(folder)
+        assert status == 2 and err.count("\n") == 1 and f"{name}.jsonl is not what it was" in err
+
+
 @few_scripts
 def test_it_may_grow(copied):
     script, folder = copied
@@ -306,6 +317,7 @@ def test_a_second_interrupt_while_saving_is_not_lost(launch, monkeypatch, error)
     monkeypatch.setattr(torch, "save", save)
     run = launch("dqn", *small("dqn"), "--save-every", 70, raises=SystemExit)
     assert run.error.code == 130 and run.summary["status"] == "interrupted" and run.summary["global_step"] == 70
+    assert run.err == ""
     assert not (run.folder / "checkpoint.pt").exists()
 
 

@@ -504,6 +504,14 @@ def flip(folder):
     (folder / "checkpoint.pt").write_bytes(content)
 
 
+def older(folder):
+    """As checkpoints were before they held the arguments."""
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    checkpoint["parts"]["run"] = checkpoint.pop("run")
+    checkpoint["env_id"] = checkpoint.pop("args")["env_id"]
+    torch.save(checkpoint | {"format": 5}, folder / "checkpoint.pt")
+
+
 BAD_FOLDERS = {
     "no_folder": (lambda f: [path.unlink() for path in f.iterdir()] and f.rmdir(), "there is no such folder"),
     "no_checkpoint": (lambda f: (f / "checkpoint.pt").unlink(), "has no checkpoint.pt"),
@@ -513,6 +521,7 @@ BAD_FOLDERS = {
     "foreign": (lambda f: torch.save({"weights": torch.ones(3)}, f / "checkpoint.pt"), "not that of a run"),
     "no_mapping": (lambda f: torch.save([1, 2], f / "checkpoint.pt"), "not that of a run"),
     "other_script": (lambda f: store(f, script="../tests/conftest"), "not that of a run"),
+    "older_format": (older, "format 5"),
     "other_format": (lambda f: store(f, format=0), "format 0"),
     "no_network": (lambda f: store(f, parts={"agent": {}}), "does not fit"),
     "other_spaces": (lambda f: store(f, env_id="ToyContinuous-v0"), "does not fit"),

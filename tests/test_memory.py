@@ -40,6 +40,19 @@ def test_the_recurrence_is_the_loop(steps, dtype):
         torch.testing.assert_close(gradient, known, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("are_complex", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
+def test_numbers_of_several_types(are_complex):
+    real, complex_ = example(31), example(31, torch.complex128)
+    inputs = [pair[is_complex] for pair, is_complex in zip(zip(real, complex_), are_complex, strict=True)]
+    ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    result, expected = linear_recurrence(*ours), by_loop(*theirs)
+    cotangent = torch.randn_like(expected)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+    gradients = zip(torch.autograd.grad(result, ours, cotangent), torch.autograd.grad(expected, theirs, cotangent))
+    for gradient, known in gradients:
+        torch.testing.assert_close(gradient, known, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("steps", LENGTHS)
 def test_backwards_in_time(steps, dtype):

@@ -346,6 +346,35 @@ def test_an_error_in_the_environment_fails(launch, script):
     assert run.out.splitlines()[-1] == f"failed at step 89: {run.folder}"
 
 
+def test_an_error_after_a_signal_is_a_failure_all_the_same(launch):
+    """Both in one step, which the signal lets come to its end."""
+    run = launch("dqn", *small("dqn", 30), env_id="Failing", raises=RuntimeError, stop_after=90)
+    assert run.summary["status"] == "failed" and run.summary["global_step"] == 89
+    assert (run.folder / "checkpoint.pt").exists()
+
+
+def test_a_disk_that_is_full_for_an_episode(launch, monkeypatch):
+    """Its line can't be written, nor flushed later: the run fails, and says so in its last lines and its summary."""
+    module = importlib.import_module("dqn")
+    open_files = module.Run.open_files
+
+    def open_full(run, folder, mode):
+        open_files(run, folder, mode)
+        run.files[1] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+
+    monkeypatch.setattr(module.Run, "open_files", open_full)
+    run = launch("dqn", *small("dqn", 30), raises=OSError)
+    assert run.summary["status"] == "failed" and run.out.splitlines()[-1].startswith("failed at step ")
+    assert "no checkpoint at step" in run.err
+
+
+@pytest.mark.parametrize("script", ["dqn", "sac_continuous_action", "ppo"])
+def test_without_a_step_after_the_first_update_there_is_no_fps(launch, script):
+    flags = ["--total-timesteps", 10] if script == "ppo" else ["--learning-starts", 299]
+    run = launch(script, *small(script), *flags)
+    assert run.summary["updates"] > 0 and run.summary["fps"] is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_of_which_compiled_code_made_an_error(launch, monkeypatch, number):
     """As PyTorch's C++ does of an exception in the middle of one of its calls."""
