@@ -702,7 +702,8 @@ def ray_session(args: Args) -> Iterable[None]:
         except (OSError, OverflowError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = []  # signals: an interrupted ray.init would leave processes behind
+    handlers = {n: signal.signal(n, lambda number, _: held.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
     options = {"address": args.ray_address} if args.ray_address else {"address": "local", "include_dashboard": False}
     if not args.ray_address:  # a CPU for each actor, that all may start however few there are
@@ -711,12 +712,15 @@ def ray_session(args: Args) -> Iterable[None]:
         if is_own:
             ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
     except Exception as error:  # on a machine that is too busy Ray raises just that
-        flag = "ray_address" if args.ray_address else "num_actors"
-        fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
+        if not held:
+            flag = "ray_address" if args.ray_address else "num_actors"
+            fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray puts its own in their place
     try:
+        if held:
+            sys.exit(128 + held[0])
         yield
     finally:
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

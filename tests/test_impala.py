@@ -674,6 +674,22 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, script
     assert error.value.code == 2 and capsys.readouterr().err == line
 
 
+def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(start, tmp_path):
+    process = start("impala_ray.py", "--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(processes_of(process.pid)) < 2:  # its first server runs
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and out + err == "", out + err
+    deadline = time.monotonic() + 10
+    while processes_of(process.pid):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_left_behind(start, tmp_path):
     """A run that starts Ray by itself, of which an actor is killed, and Ctrl-C in its terminal: no process of its own
     lives on, no shared memory, and nothing was printed but what the script has to say."""
