@@ -73,7 +73,11 @@ def both(request, launch):
 
 def test_nothing_is_compiled_in_the_window(both):
     script, _, run, ((opened, before), (ended, after)) = both
-    assert [opened, ended] == run.summary["fps_window"] == [90 if script.startswith("ppo") else 100, 160]
+    # 20 steps after the first update, in whole steps of all environments
+    opens = {"dqn_torchcompile": 104, "ppo_memory_torchcompile": 89}.get(
+        script, 90 if script.startswith("ppo") else 102
+    )
+    assert [opened, ended] == run.summary["fps_window"] == [opens, 160]
     steps = {"sac_continuous_action": 4, "td3_continuous_action": 3, "dqn": 1, "ppo": 2, "ppo_continuous_action": 2}
     steps |= {"dqn_memory": 2, "ppo_memory": 2}
     assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled
