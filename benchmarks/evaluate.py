@@ -344,21 +344,17 @@ def read_checkpoint(folder: Path) -> dict:
     return checkpoint
 
 
-def memory_of(folder: Path, script: str, args: Args) -> dict:
-    """The arguments that an agent's memory has, by the run's config.json; none if it has no memory.
+def memory_of(folder: Path, checkpoint: dict, args: Args) -> dict:
+    """The arguments that an agent's memory has; none if it has no memory.
 
-    Ends the program with exit status 2 if they can't be read, or `args` ask for what is not done with a memory.
+    Ends the program with exit status 2 if `args` ask for what is not done with a memory.
     """
-    if not script.removesuffix("_torchcompile").endswith("_memory"):
+    if not checkpoint["script"].removesuffix("_torchcompile").endswith("_memory"):
         return {}
     for flag in ("video", "export", "compile"):
         if getattr(args, flag):
             fail(f"--{flag}: not of {folder}, whose agent has a memory")
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        return {name: config[name] for name in ("cell", "hidden_size", "hide_velocities")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fail(f"{folder}: its config.json is not that of a run ({error!r:.100})")
+    return {name: checkpoint["args"][name] for name in ("cell", "hidden_size", "hide_velocities")}
 
 
 def load_agent(folder: Path, args: Args) -> Agent:
@@ -373,7 +369,7 @@ def load_agent(folder: Path, args: Args) -> Agent:
     if missing := {"args", "run", "parts"} - set(checkpoint) or {"agent"} - set(checkpoint["parts"]):
         fail(f"{folder}: its checkpoint.pt is damaged, or not that of a run (without {missing})")
     trained_on = checkpoint["args"]["env_id"]
-    config = memory_of(folder, checkpoint["script"], args)
+    config = memory_of(folder, checkpoint, args)
     env_id, env = make_env(module, trained_on, args.video and args.env_id is None, config)
     try:
         policy = make_policy(module, env, checkpoint["parts"])

@@ -180,7 +180,12 @@ def stored_args() -> Args:
     folder = tyro.cli(Args).resume
     try:
         config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
-        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        for name, value in vars(args).items():
+            kind = type(getattr(Args, name))
+            if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
+                raise ValueError(f"its config.json has {name} {value!r}")
+        return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
@@ -902,7 +907,8 @@ class Fleet:
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
-        self.clock = self.heard_at = 0.0  # seconds, of which few pass between two looks at the actors
+        self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds; a look at the actors adds few
+        self.head_failures = 0  # in a row
         self.looked_at = time.monotonic()
 
     def __enter__(self):
@@ -911,6 +917,8 @@ class Fleet:
             import ray
 
             self.ray = ray
+            host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+            self.head = (host.strip("[]"), port)
             # A process that has died starts anew by itself; a call to it waits until then, but `sample` is not made
             # twice, as a step can't be taken back
             options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1}
@@ -977,6 +985,7 @@ class Fleet:
             now = time.monotonic()
             # This process may have been busy or stopped for long, in which no actor was asked for anything
             self.clock, self.looked_at = self.clock + min(now - self.looked_at, self.args.actor_timeout / 4), now
+            self.ask_head()
             for seat in list(self.seats):
                 self.tend(seat)
             # Of each actor only the oldest call, as Ray may show a later one as done before it
@@ -1005,6 +1014,19 @@ class Fleet:
                     return answer
             if self.clock - self.heard_at > self.args.actor_timeout + PATIENCE:
                 raise ChildProcessError(f"no actor answers any more; the last cause: {self.cause}")
+
+    def ask_head(self) -> None:
+        """Raises ChildProcessError if the cluster's head has been lost; a minute later Ray would end this process."""
+        if self.clock - self.head_asked_at < 4:
+            return
+        self.head_asked_at = self.clock
+        try:
+            socket.create_connection(self.head, timeout=1).close()
+            self.head_failures = 0
+        except OSError as error:
+            self.head_failures += 1
+            if self.head_failures == 5:
+                raise ChildProcessError(f"the head of the Ray cluster is lost ({error})") from None
 
     def is_late(self, fragment: Mapping[str, np.ndarray]) -> bool:
         """Whether a later fragment of the same life of the actor has been taken already."""
@@ -1054,7 +1076,7 @@ class Fleet:
         exceptions = self.ray.exceptions
         if isinstance(error, exceptions.ActorUnavailableError):  # Ray restarts it, or the network is down: ask again
             if seat.is_ready:
-                self.note(seat, f"is unavailable, and is asked again: {reason_of(error)}")
+                self.note(seat, f"is dead or out of reach, and is asked again: {reason_of(error)}")
                 seat.heard_at = self.clock
             self.abandon_calls(seat)
             self.count_failure(seat, seat.is_ready, delay=0.1)

@@ -145,7 +145,12 @@ def stored_args() -> Args:
     folder = tyro.cli(Args).resume
     try:
         config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
-        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        for name, value in vars(args).items():
+            kind = type(getattr(Args, name))
+            if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
+                raise ValueError(f"its config.json has {name} {value!r}")
+        return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")
 

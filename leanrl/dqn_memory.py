@@ -167,7 +167,12 @@ def stored_args() -> Args:
     folder = tyro.cli(Args).resume
     try:
         config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
-        return Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        for name, value in vars(args).items():
+            kind = type(getattr(Args, name))
+            if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
+                raise ValueError(f"its config.json has {name} {value!r}")
+        return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
@@ -791,6 +796,8 @@ def linear_recurrence(
     """
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), h0.dtype)
     a, b, h0 = a.to(dtype), b.to(dtype), h0.to(dtype)
+    if len(b) == 0:
+        return a * h0 + b
     if dtype.is_complex:
         a, b, h0 = (torch.cat([x.real, x.imag], -1) for x in (a.expand_as(b), b, h0))
         return torch.complex(*linear_recurrence(a, b, h0, 2, reverse).chunk(2, -1))

@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -444,6 +445,20 @@ def test_a_file_is_missing(small_run, tmp_path, name, start):
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2 and err.count("\n") == 1 and "--resume" in err and name in err
     assert not (folder / name).exists()
+
+
+@pytest.mark.parametrize("change", [{"gamma": "abc"}, {"seed": 1.5}, {"env_id": 5}, {"batch_size": None}], ids=str)
+def test_a_config_with_another_kind_of_value_is_refused(small_run, tmp_path, monkeypatch, capsys, change):
+    dqn, folder = importlib.import_module("dqn"), Path(shutil.copytree(small_run, tmp_path / "run"))
+    config = json.loads((folder / "config.json").read_text())
+    monkeypatch.setattr(sys, "argv", ["dqn.py", "--resume", str(folder)])
+    assert dqn.stored_args().gamma == config["gamma"]
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(SystemExit) as caught:
+        dqn.stored_args()
+    ((name, value),) = change.items()
+    line = f"error: --resume {folder}: must be the folder of a run (its config.json has {name} {value!r})\n"
+    assert caught.value.code == 2 and capsys.readouterr().err == line
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(small_run, tmp_path):

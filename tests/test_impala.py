@@ -532,7 +532,7 @@ def test_actors_of_rays_play(launch, cluster, taken, script, name):
 @pytest.mark.parametrize(
     "name, cause",
     [
-        ("Dying", "is unavailable, and is asked again: "),
+        ("Dying", "is dead or out of reach, and is asked again: "),
         ("Raising", "RuntimeError: the emulator broke down"),
         ("NaN", "FloatingPointError: the environment's reward is not finite"),
         ("Hanging", "hangs: no answer for 2 s"),
@@ -700,29 +700,59 @@ def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(st
     assert list(tmp_path.iterdir()) == []
 
 
+def start_endless(start, folder):
+    """A run of millions of steps with an actor, in a session of its own."""
+    flags = ["--num-actors", 1, "--no-cuda", "--output-dir", folder, "--total-timesteps", 10**7]
+    return start("impala_ray.py", *flags, start_new_session=True)
+
+
+def wait_for_lines(process, folder, count):
+    """Waits until the run has that many lines of metrics; returns the function that counts them."""
+
+    def count_lines():
+        return sum(len(path.read_text().splitlines()) for path in folder.glob("*/metrics.jsonl"))
+
+    deadline = time.monotonic() + 60
+    while count_lines() < count:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    return count_lines
+
+
+def test_a_lost_head_ends_the_run_with_a_checkpoint(start, tmp_path):
+    """Ray would end the learner from within, a minute after the server of the cluster's head was gone."""
+    process = start_endless(start, tmp_path)
+    wait_for_lines(process, tmp_path, 1)
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
+    (server,) = [pid for pid, name in names.items() if "gcs_server" in name]
+    os.kill(server, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    for pid in processes_of(process.pid):  # Ray's agents, which no one else ends then
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert process.returncode == 1 and "Traceback" not in err, err
+    assert err.splitlines()[-1].startswith("error: the head of the Ray cluster is lost ("), err
+    run = read_run(tmp_path)
+    assert run.summary["status"] == "failed" and run.summary["global_step"] > 0
+    checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)
+    assert checkpoint["run"]["global_step"] == run.summary["global_step"]
+
+
 def test_nothing_is_left_behind(start, tmp_path):
     """A run that starts Ray by itself, of which an actor is killed, and Ctrl-C in its terminal: no process of its own
     lives on, no shared memory, and nothing was printed but what the script has to say."""
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
-    flags = ["--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, "--total-timesteps", 10**7]
-    process = start("impala_ray.py", *flags, start_new_session=True)
-
-    def wait_for_lines(count):
-        deadline = time.monotonic() + 60
-        while sum(len(path.read_text().splitlines()) for path in tmp_path.glob("*/metrics.jsonl")) < count:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-            time.sleep(0.2)
-
-    wait_for_lines(1)
+    process = start_endless(start, tmp_path)
+    count_lines = wait_for_lines(process, tmp_path, 1)
     names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
     (actor,) = [pid for pid, name in names.items() if name.startswith("ray::Actor")]
     os.kill(actor, signal.SIGKILL)
-    wait_for_lines(50 + sum(len(path.read_text().splitlines()) for path in tmp_path.glob("*/metrics.jsonl")))
+    wait_for_lines(process, tmp_path, 50 + count_lines())
     assert len(processes_of(process.pid)) > 3
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and read_run(tmp_path).summary["status"] == "interrupted", out + err
-    assert "actor 0 is unavailable, and is asked again: " in err and "raylet" not in out + err, out + err
+    assert "actor 0 is dead or out of reach, and is asked again: " in err and "raylet" not in out + err, out + err
     time.sleep(1)
     assert processes_of(process.pid) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} <= before

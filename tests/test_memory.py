@@ -40,6 +40,17 @@ def test_the_recurrence_is_the_loop(steps, dtype):
         torch.testing.assert_close(gradient, known, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 5), (4, 0, 5), (4, 3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_no_steps_no_sequences_no_features(shape, dtype):
+    inputs = [torch.ones(size, dtype=dtype, requires_grad=True) for size in (shape, shape, shape[1:])]
+    result = linear_recurrence(*inputs)
+    gradients = torch.autograd.grad(result, inputs, torch.ones_like(result))
+    assert result.shape == shape and result.dtype == dtype
+    assert [gradient.shape for gradient in gradients] == [x.shape for x in inputs]
+    assert not any(gradient.any() for gradient in gradients)
+
+
 @pytest.mark.parametrize("are_complex", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
 def test_numbers_of_several_types(are_complex):
     real, complex_ = example(31), example(31, torch.complex128)
