@@ -29,7 +29,7 @@ usage() {
 ./run.sh setup                   only set up: makes .venv and installs the tested versions of what the scripts need
 ./run.sh test [PYTEST ARGS]      set up, then run the tests
 ./run.sh train SCRIPT [FLAGS]    set up, then run leanrl/SCRIPT.py; --help as a flag lists its flags
-./run.sh bench [FLAGS]           set up, then compare the variants of the scripts; --quick takes 5 minutes
+./run.sh bench [FLAGS]           set up, then compare the variants of the scripts; --quick takes under 5 minutes
 ./run.sh help                    print this
 
 Scripts:$(scripts)

@@ -160,7 +160,7 @@ def check_args(args: Args) -> None:
         value = getattr(args, argument.name)
         ranges = [getattr(kind, "__metadata__", ()) for kind in (argument.type, *get_args(argument.type))]
         for allowed, low, high in sum(ranges, ()):
-            if value is not None and not low <= value <= high:
+            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
                 fail(argument.name, value, allowed)
     if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
         fail("cudagraphs", True, "needs a CUDA device and --cuda")

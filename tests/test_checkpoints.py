@@ -461,6 +461,14 @@ def test_a_config_with_another_kind_of_value_is_refused(small_run, tmp_path, mon
     assert caught.value.code == 2 and capsys.readouterr().err == line
 
 
+def test_an_optional_number_that_is_none_is_refused(capsys):
+    ppo = importlib.import_module("ppo")
+    ppo.check_args(ppo.Args(target_kl=None))
+    with pytest.raises(SystemExit) as caught:
+        ppo.check_args(ppo.Args(target_kl="abc"))  # as a changed config.json would have it
+    assert caught.value.code == 2 and capsys.readouterr().err == "error: --target-kl abc: must be finite and above 0\n"
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(small_run, tmp_path):
     folder = Path(shutil.copytree(small_run, tmp_path / "run"))
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)

@@ -706,17 +706,16 @@ def start_endless(start, folder):
     return start("impala_ray.py", *flags, start_new_session=True)
 
 
+def count_lines(folder):
+    """Lines of metrics, of the run in this folder."""
+    return sum(len(path.read_text().splitlines()) for path in folder.glob("*/metrics.jsonl"))
+
+
 def wait_for_lines(process, folder, count):
-    """Waits until the run has that many lines of metrics; returns the function that counts them."""
-
-    def count_lines():
-        return sum(len(path.read_text().splitlines()) for path in folder.glob("*/metrics.jsonl"))
-
     deadline = time.monotonic() + 60
-    while count_lines() < count:
+    while count_lines(folder) < count:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.2)
-    return count_lines
 
 
 def test_a_lost_head_ends_the_run_with_a_checkpoint(start, tmp_path):
@@ -743,11 +742,11 @@ def test_nothing_is_left_behind(start, tmp_path):
     lives on, no shared memory, and nothing was printed but what the script has to say."""
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
     process = start_endless(start, tmp_path)
-    count_lines = wait_for_lines(process, tmp_path, 1)
+    wait_for_lines(process, tmp_path, 1)
     names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
     (actor,) = [pid for pid, name in names.items() if name.startswith("ray::Actor")]
     os.kill(actor, signal.SIGKILL)
-    wait_for_lines(process, tmp_path, 50 + count_lines())
+    wait_for_lines(process, tmp_path, 50 + count_lines(tmp_path))
     assert len(processes_of(process.pid)) > 3
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=60)
