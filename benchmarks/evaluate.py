@@ -89,11 +89,13 @@ class ScaledPolicy(nn.Module):
         self.network = network
         self.register_buffer("scale", (high - low) / 2)
         self.register_buffer("bias", (high + low) / 2)
+        self.register_buffer("low", torch.as_tensor(space.low))
+        self.register_buffer("high", torch.as_tensor(space.high))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         output = self.network(observation.float())
         action = torch.tanh(output[0]) if isinstance(output, tuple) else output  # SAC's has a deviation as well
-        return action * self.scale + self.bias
+        return (action * self.scale + self.bias).clamp(self.low, self.high)  # which it may pass by a rounding
 
 
 class NormalizedPolicy(nn.Module):

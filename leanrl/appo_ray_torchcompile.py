@@ -190,6 +190,10 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
 def replace_file(path: Path, content: Mapping) -> None:
     """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -362,11 +366,11 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; raises FloatingPointError if one is not finite."""
+        """Writes a line of metrics, with losses once there are any; raises RunError if one is not finite."""
         losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+                raise RunError(f"{name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -441,7 +445,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (FloatingPointError, ChildProcessError):
+        if kind is RunError:
             sys.exit(f"error: {error}")
 
 
@@ -478,7 +482,7 @@ def make_environments(args: Args) -> list[gym.Env]:
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except Exception as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id in gym.registry
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
@@ -787,7 +791,7 @@ class Actor:
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
-        """A fragment made with these weights. Raises FloatingPointError if anything in it is no number."""
+        """A fragment made with these weights. Raises RunError if anything in it is no number."""
         if version != self.version:
             own = (*self.network.parameters(), *self.network.buffers())
             for tensor, value in zip(own, weights, strict=True):
@@ -809,7 +813,7 @@ class Actor:
         fragment["observation"] = np.stack(frames)
         for whose, name in (("policy", "log_prob"), ("environment", "observation"), ("environment", "reward")):
             if not np.isfinite(fragment[name].sum(dtype=np.float64)):
-                raise FloatingPointError(f"the {whose}'s {name} is not finite")
+                raise RunError(f"the {whose}'s {name} is not finite")
         self.sequence += 1
         return fragment
 
@@ -892,7 +896,7 @@ class Fleet:
     An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
     hangs or raises is replaced, which costs the fragments of its calls in flight, no more; only if no actor can go on
-    does `take` raise ChildProcessError. Without Ray the one actor is called here, and its errors are the run's.
+    does `take` raise RunError. Without Ray the one actor is called here, and its errors are the run's.
 
     A fragment is as many versions old as are published while its actor makes two. All counts are of this process: a
     resumed run's begin at 0.
@@ -952,11 +956,11 @@ class Fleet:
         self.published.append((arrays, self.put(arrays), self.version))
 
     def put(self, arrays: list[np.ndarray]):
-        """What actors are given to fetch the arrays by; raises ChildProcessError if there is no room for them."""
+        """What actors are given to fetch the arrays by; raises RunError if there is no room for them."""
         try:
             return self.ray.put(arrays) if self.seats else arrays
         except self.ray.exceptions.RayError as error:
-            raise ChildProcessError(f"the weights can't be sent: {reason_of(error)}") from None
+            raise RunError(f"the weights can't be sent: {reason_of(error)}") from None
 
     def take(self) -> dict[str, np.ndarray]:
         """The next fragment, [T, N, ...], entered in the ledger and in the run's files; waits for it."""
@@ -1013,10 +1017,10 @@ class Fleet:
                 elif is_fragment:
                     return answer
             if self.clock - self.heard_at > self.args.actor_timeout + PATIENCE:
-                raise ChildProcessError(f"no actor answers any more; the last cause: {self.cause}")
+                raise RunError(f"no actor answers any more; the last cause: {self.cause}")
 
     def ask_head(self) -> None:
-        """Raises ChildProcessError if the cluster's head has been lost; a minute later Ray would end this process."""
+        """Raises RunError if the cluster's head has been lost; a minute later Ray would end this process."""
         if self.clock - self.head_asked_at < 4:
             return
         self.head_asked_at = self.clock
@@ -1026,7 +1030,7 @@ class Fleet:
         except OSError as error:
             self.head_failures += 1
             if self.head_failures == 5:
-                raise ChildProcessError(f"the head of the Ray cluster is lost ({error})") from None
+                raise RunError(f"the head of the Ray cluster is lost ({error})") from None
 
     def is_late(self, fragment: Mapping[str, np.ndarray]) -> bool:
         """Whether a later fragment of the same life of the actor has been taken already."""
@@ -1103,10 +1107,10 @@ class Fleet:
         seat.calls = []
 
     def count_failure(self, seat: Seat, counts: bool, delay: float) -> None:
-        """Leaves an actor alone for some seconds; raises ChildProcessError if none has delivered for three failures."""
+        """Leaves an actor alone for some seconds; raises RunError if none has delivered for three failures."""
         seat.failures, seat.retry_at = seat.failures + counts, self.clock + delay
         if all(other.failures >= 3 for other in self.seats):
-            raise ChildProcessError(f"every actor fails time and again; the last cause: {self.cause}")
+            raise RunError(f"every actor fails time and again; the last cause: {self.cause}")
 
     def note(self, seat: Seat, what: str) -> None:
         self.cause = f"actor {seat.number} {what}"

@@ -177,6 +177,10 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
 def replace_file(path: Path, content: Mapping) -> None:
     """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -349,11 +353,11 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; raises FloatingPointError if one is not finite."""
+        """Writes a line of metrics, with losses once there are any; raises RunError if one is not finite."""
         losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+                raise RunError(f"{name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -428,7 +432,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (FloatingPointError, ChildProcessError):
+        if kind is RunError:
             sys.exit(f"error: {error}")
 
 
@@ -436,6 +440,14 @@ def check_replay(args: Args) -> None:
     """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    last_step = -(-args.total_timesteps // args.num_envs) * args.num_envs
+    if (frequency := getattr(args, "train_frequency", 1)) > last_step:
+        fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
+    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
+    last_due = -(-(last_step // frequency * frequency) // args.num_envs) * args.num_envs
+    last_due -= 1 if hasattr(args, "train_frequency") else args.num_envs
+    if args.learning_starts > last_due:
+        fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
         fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
 
@@ -502,10 +514,14 @@ def make_vector(args: Args, seeds: Sequence[int]):
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
 
+class NoCodeError(Exception):
+    """A space's elements can't be made numbers."""
+
+
 def encode(space: gym.Space, batch) -> np.ndarray:
     """Elements of a space as numbers, discrete ones as one-hot codes, bytes over 255; a batch of N -> float32, [N, D].
 
-    Raises TypeError where there is no such code.
+    Raises NoCodeError where there is no such code.
     """
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
         scale = 255 if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 else 1
@@ -517,7 +533,7 @@ def encode(space: gym.Space, batch) -> np.ndarray:
         np.put_along_axis(encoded, codes, 1, 1)
         return encoded
     if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
-        raise TypeError(f"observations must be numbers, not {space}")
+        raise NoCodeError(f"observations must be numbers, not {space}")
     parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces)
     return np.concatenate([encode(part, batch[name]) for name, part in parts], 1)
 
@@ -556,7 +572,7 @@ class Environments:
         self.action_shape = () if self.is_discrete else (self.action_dim,)
         try:
             self.begin(0)
-        except TypeError as error:
+        except NoCodeError as error:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:

@@ -165,6 +165,10 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
 def replace_file(path: Path, content: Mapping) -> None:
     """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -337,11 +341,11 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; raises FloatingPointError if one is not finite."""
+        """Writes a line of metrics, with losses once there are any; raises RunError if one is not finite."""
         losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+                raise RunError(f"{name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -416,7 +420,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (FloatingPointError, ChildProcessError):
+        if kind is RunError:
             sys.exit(f"error: {error}")
 
 

@@ -163,6 +163,10 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
 def replace_file(path: Path, content: Mapping) -> None:
     """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -335,11 +339,11 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; raises FloatingPointError if one is not finite."""
+        """Writes a line of metrics, with losses once there are any; raises RunError if one is not finite."""
         losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+                raise RunError(f"{name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -414,7 +418,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (FloatingPointError, ChildProcessError):
+        if kind is RunError:
             sys.exit(f"error: {error}")
 
 
@@ -443,7 +447,7 @@ def make_environments(args: Args) -> list[gym.Env]:
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except Exception as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id in gym.registry
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
@@ -698,7 +702,9 @@ def main(args: Args) -> None:
     agent = CompiledPPOAgent(args, envs[0], device)
     rollout = agent.rollout.arrays
 
-    with Run(args, device, agent) as run:
+    with contextlib.ExitStack() as stack, Run(args, device, agent) as run:
+        for env in envs:
+            stack.enter_context(env)  # which closes it in the end
         # Compilation and capture: full graphs to prepare a rollout and to update
         steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:

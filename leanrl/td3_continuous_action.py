@@ -155,6 +155,10 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
 def replace_file(path: Path, content: Mapping) -> None:
     """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -327,11 +331,11 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; raises FloatingPointError if one is not finite."""
+        """Writes a line of metrics, with losses once there are any; raises RunError if one is not finite."""
         losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise FloatingPointError(f"{name} is {loss} at step {self.global_step}")
+                raise RunError(f"{name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -406,7 +410,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (FloatingPointError, ChildProcessError):
+        if kind is RunError:
             sys.exit(f"error: {error}")
 
 
@@ -414,6 +418,14 @@ def check_replay(args: Args) -> None:
     """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
+    last_step = -(-args.total_timesteps // args.num_envs) * args.num_envs
+    if (frequency := getattr(args, "train_frequency", 1)) > last_step:
+        fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
+    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
+    last_due = -(-(last_step // frequency * frequency) // args.num_envs) * args.num_envs
+    last_due -= 1 if hasattr(args, "train_frequency") else args.num_envs
+    if args.learning_starts > last_due:
+        fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
         fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
 
@@ -446,7 +458,7 @@ def make_environments(args: Args) -> list[gym.Env]:
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except Exception as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id in gym.registry
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
 
@@ -467,6 +479,20 @@ def check_continuous_spaces(env: gym.Env) -> None:
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
         fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
+
+
+def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest and the highest actions, [A], in float32, rounded inwards where that can't hold the space's own.
+
+    Ends the program with exit status 2 where float32 can't hold what lies between them.
+    """
+    space = env.action_space
+    if max(np.abs(space.low).max(), np.abs(space.high).max()) > 1e38:
+        fail("env_id", env.spec.id, f"its actions must lie within 1e38, not {space}")
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    low = np.where(low < space.low, np.nextafter(low, high), low)
+    high = np.where(high > space.high, np.nextafter(high, low), high)
+    return torch.as_tensor(low, device=device), torch.as_tensor(high, device=device)
 
 
 # ---- Networks ----
@@ -520,7 +546,7 @@ class ReplayRing:
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
-        frequency = min(getattr(args, "train_frequency", 1), args.total_timesteps)
+        frequency = getattr(args, "train_frequency", 1)
         at_once = -(-frequency // args.num_envs) * args.num_envs  # that are staged between two uploads, at the most
         self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
         # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
@@ -530,7 +556,8 @@ class ReplayRing:
         self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
 
         observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
-        dtype = torch.uint8 if env.observation_space.dtype == np.uint8 else torch.float32
+        is_of_bytes = env.observation_space.dtype == np.uint8 and np.asarray(env.reset()[0]).dtype == np.uint8
+        dtype = torch.uint8 if is_of_bytes else torch.float32
         self.fields = TensorDict(
             observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
             slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
@@ -647,8 +674,7 @@ class TD3Agent(nn.Module):
         super().__init__()
         self.args, self.device, self.buffer = args, device, buffer
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        bounds = (env.action_space.low, env.action_space.high)
-        self.low, self.high = (torch.as_tensor(bound, dtype=torch.float32, device=device) for bound in bounds)
+        self.low, self.high = action_bounds(env, device)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
         self.actor = DeterministicActor(observation_dim, self.action_dim).to(device)
         self.critics = nn.ModuleList([QNetwork(observation_dim, self.action_dim) for _ in range(2)]).to(device)
@@ -760,7 +786,9 @@ def main(args: Args) -> None:
 
     announce_replay(args, buffer, device)
 
-    with Run(args, device, agent, buffer) as run:
+    with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
+        for env in envs:
+            stack.enter_context(env)  # which closes it in the end
 
         def update_all() -> None:
             for _ in range(args.num_envs):

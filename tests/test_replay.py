@@ -23,11 +23,12 @@ def args_of(capacity, num_envs=1, batch_size=1, train_frequency=1):
     )  # fmt: skip
 
 
-def fake_env(discrete=False, dtype=np.float64, observation_dim=3, limit=None):
+def fake_env(discrete=False, dtype=np.float64, observation_dim=3, limit=None, reset_dtype=None):
     actions = gym.spaces.Discrete(5) if discrete else gym.spaces.Box(-1, 1, (2,))
     observations = gym.spaces.Box(0, 255, (observation_dim,), dtype)
+    reset = lambda: (np.zeros(observation_dim, reset_dtype or dtype), {})  # noqa: E731
     return SimpleNamespace(
-        observation_space=observations, action_space=actions, spec=SimpleNamespace(max_episode_steps=limit)
+        observation_space=observations, action_space=actions, spec=SimpleNamespace(max_episode_steps=limit), reset=reset
     )
 
 
