@@ -589,6 +589,9 @@ class Environments:
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
 
+    def close(self) -> None:
+        self.envs.close()
+
     def see(self, observation) -> None:
         """Makes the inputs of a batch of observations."""
         if self.is_minigrid:
@@ -1428,7 +1431,7 @@ def main(args: Args) -> None:
     agent = MemoryDQNAgent(args, envs, device)
     announce_replay(args, agent.buffer, device)
 
-    with Run(args, device, agent, agent.buffer) as run:
+    with contextlib.closing(envs), Run(args, device, agent, agent.buffer) as run:
         if run.global_step:
             envs.begin(run.global_step)
         numbers, duration = np.arange(args.num_envs), args.exploration_fraction * args.total_timesteps

@@ -595,6 +595,9 @@ class Environments:
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
 
+    def close(self) -> None:
+        self.envs.close()
+
     def see(self, observation) -> None:
         """Makes the inputs of a batch of observations."""
         if self.is_minigrid:
@@ -1483,7 +1486,7 @@ def main(args: Args) -> None:
     agent = CompiledMemoryDQNAgent(args, envs, device)
     announce_replay(args, agent.buffer, device)
 
-    with Run(args, device, agent, agent.buffer) as run:
+    with contextlib.closing(envs), Run(args, device, agent, agent.buffer) as run:
         # Compilation and capture: full graphs to act and to update
         steps = [agent.learn, agent.choose]  # in place: a captured step would copy arguments and results
         if args.compile:

@@ -553,6 +553,9 @@ class Environments:
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
 
+    def close(self) -> None:
+        self.envs.close()
+
     def see(self, observation) -> None:
         """Makes the inputs of a batch of observations."""
         if self.is_minigrid:
@@ -1399,7 +1402,7 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = MemoryPPOAgent(args, envs, device)
 
-    with Run(args, device, agent) as run:
+    with contextlib.closing(envs), Run(args, device, agent) as run:
         if run.global_step:
             envs.begin(run.global_step)
         numbers = np.arange(args.num_envs)

@@ -560,6 +560,9 @@ class Environments:
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
 
+    def close(self) -> None:
+        self.envs.close()
+
     def see(self, observation) -> None:
         """Makes the inputs of a batch of observations."""
         if self.is_minigrid:
@@ -1454,7 +1457,7 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     agent = CompiledMemoryPPOAgent(args, envs, device)
 
-    with Run(args, device, agent) as run:
+    with contextlib.closing(envs), Run(args, device, agent) as run:
         # Compilation and capture: full graphs to act and to update; a rollout is prepared too seldom to be compiled
         steps = [agent.learn, agent.choose]  # in place: a captured step would copy arguments and results
         if args.compile:

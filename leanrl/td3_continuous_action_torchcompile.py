@@ -494,7 +494,7 @@ def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, tor
     """
     space = env.action_space
     if max(np.abs(space.low).max(), np.abs(space.high).max()) > 1e38:
-        fail("env_id", env.spec.id, f"its actions must lie within 1e38, not {space}")
+        fail("env_id", env.spec.id, f"its actions must be within 1e38, not {space}")
     low, high = space.low.astype(np.float32), space.high.astype(np.float32)
     low = np.where(low < space.low, np.nextafter(low, high), low)
     high = np.where(high > space.high, np.nextafter(high, low), high)

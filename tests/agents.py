@@ -12,27 +12,30 @@ CPU = torch.device("cpu")
 class Toy(gym.Env):
     """Spaces alone: four numbers observed, three actions of unlike bounds (or three discrete ones)."""
 
-    def __init__(self, discrete=False):
-        low, high = np.array([-1, 0, -3], np.float32), np.array([2, 0.5, -1], np.float32)
+    def __init__(self, discrete=False, low=(-1, 0, -3), high=(2, 0.5, -1), dtype=np.float32):
+        low, high = np.array(low, dtype), np.array(high, dtype)
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float64)
-        self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(low, high)
+        self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(low, high, dtype=dtype)
 
 
 for name, is_discrete in (("ToyContinuous-v0", False), ("ToyDiscrete-v0", True)):
     gym.register(name, Toy, kwargs={"discrete": is_discrete}, max_episode_steps=50)
+BOUNDS = {"low": np.linspace(-0.9, 0.1, 40), "high": np.linspace(0.3, 3.3, 40)}  # which float32 can't hold
+for bits in (32, 64):
+    gym.register(f"Toy{bits}-v0", Toy, kwargs=BOUNDS | {"dtype": f"float{bits}"}, max_episode_steps=50)
 
 
-def pair(script, eager_class, compiled_class, networks, **arguments):
+def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0", **arguments):
     """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
 
-    Returns (eager, compiled, batch): the batch holds the transitions that are drawn for the updates of both.
+    Returns (eager, compiled, batch): the batch holds the transitions that the compiled one draws for its updates.
     """
     eager_module, compiled_module = (importlib.import_module(script + end) for end in ("", "_torchcompile"))
-    env = gym.make("ToyDiscrete-v0" if script == "dqn" else "ToyContinuous-v0", disable_env_checker=True)
+    env = gym.make("ToyDiscrete-v0" if script == "dqn" else env_id, disable_env_checker=True)
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
     ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, CPU)
-    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU, ring)
+    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
     with torch.no_grad():
         compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU, ring)
     for ours, theirs in networks.items():
@@ -78,6 +81,18 @@ def assert_same(ours, theirs):
     difference = (ours - theirs).abs()
     assert difference.max() < 1e-4
     assert (difference > 2e-6).float().mean() < 1e-3
+
+
+def assert_actions_keep_to_bounds(pair):
+    """Those of a policy that is at its bounds, too, as the environment compares them."""
+    observation = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32) * 1000
+    for bits in (32, 64):
+        for agent in pair(env_id=f"Toy{bits}-v0", num_envs=1000)[:2]:
+            with torch.no_grad():
+                action = agent.act(observation)
+            low, high = (BOUNDS[name].astype(f"float{bits}") for name in ("low", "high"))
+            assert action.dtype == np.float32 and (action >= low).all() and (action <= high).all()
+            assert np.abs(action - low).min() < 1e-6 and np.abs(action - high).min() < 1e-6
 
 
 def assert_bootstrap(pair, end, matters):

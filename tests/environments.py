@@ -85,13 +85,13 @@ class Counter(gym.Env):
     finished: list[dict] = []  # noqa: RUF012
     stop_after = None  # the step in which each sends this process SIGINT
 
-    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, number=None):
+    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, number=None, error=RuntimeError):
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(LOW, HIGH)
         self.discrete, self.nan_from, self.fail_at = discrete, nan_from, fail_at
-        self.signal_at, self.number = signal_at, number
+        self.signal_at, self.number, self.error = signal_at, number, error
         self.seed, self.episode, self.t, self.steps, self.actions = None, -1, None, 0, []
-        self.has_begun = False
+        self.has_begun = self.is_closed = False
         Counter.made.append(self)
 
     @staticmethod
@@ -99,6 +99,9 @@ class Counter(gym.Env):
         Counter.made.clear()
         Counter.finished.clear()
         Counter.stop_after = None
+
+    def close(self):
+        self.is_closed = True
 
     def reset(self, *, seed=None, options=None):
         assert (seed is None) == self.has_begun, "each environment is seeded before its first step, and then no more"
@@ -123,7 +126,7 @@ class Counter(gym.Env):
         if self.steps == self.signal_at:
             os.kill(os.getpid(), self.number)
         if self.steps == self.fail_at:
-            raise RuntimeError("the environment broke down")
+            raise self.error("the environment broke down")
         reward = reward_of(self.key, self.episode, self.t, action)
         if self.nan_from is not None and self.steps >= self.nan_from:
             reward = float("nan")
@@ -136,6 +139,11 @@ class Counter(gym.Env):
             Counter.finished.append({"return": self.total, "length": self.t, "terminated": terminated})
             self.t = None
         return observation, reward, terminated, truncated, {}
+
+
+class Unmakeable(gym.Env):
+    def __init__(self):
+        raise PermissionError("no licence")
 
 
 class Spaces(gym.Env):
@@ -156,6 +164,7 @@ SPACES = {  # name: observation space, action space
     "MultiBinaryAction": (VECTOR, gym.spaces.MultiBinary(3)),
     "UnboundedAction": (VECTOR, gym.spaces.Box(-np.inf, np.inf, (2,))),
     "HalfBoundedAction": (VECTOR, gym.spaces.Box(np.array([-1, -np.inf], np.float32), np.ones(2, np.float32))),
+    "FarAction": (VECTOR, gym.spaces.Box(-3e38, 3e38, (2,))),
     "MatrixAction": (VECTOR, gym.spaces.Box(-1, 1, (2, 2))),
     "WideAction": (VECTOR, gym.spaces.Box(-np.arange(1, 41, dtype=np.float32), np.float32(np.inf), (40,))),
     "ShiftedAction": (VECTOR, gym.spaces.Discrete(3, start=1)),
@@ -166,6 +175,7 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         ("Counter", {}),
         ("NaNReward", {"nan_from": 90}),
         ("Failing", {"fail_at": 90}),
+        ("Underflowing", {"fail_at": 90, "error": FloatingPointError}),
         ("Interrupting", {"signal_at": 90, "number": signal.SIGINT}),
         ("Terminating", {"signal_at": 90, "number": signal.SIGTERM}),
     ):
@@ -175,3 +185,4 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
             f"{name}{kind}-v0", Spaces, kwargs={"observation_space": observations, "action_space": actions or space}
         )
 gym.register("Unimportable-v0", "no_such_module:Environment")
+gym.register("Unmakeable-v0", Unmakeable)

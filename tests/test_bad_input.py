@@ -154,6 +154,31 @@ def test_numbers_that_do_not_fit_each_other(refused, script):
     assert "--buffer-size 3" in err and "at least --num-envs 4" in err
 
 
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.startswith(("sac", "td3"))])
+def test_a_run_in_which_the_last_step_begins_before_learning_does(refused, script):
+    for num_envs, starts, last in ((64, 99, 64), (7, 99, 98)):
+        flags = ["--total-timesteps", 100, "--num-envs", num_envs, "--learning-starts", starts]
+        assert f"--learning-starts {starts}: must be at most {last}, or no update" in refused(script, *flags)
+
+
+@pytest.mark.parametrize("script", [script for script in [*SCRIPTS, *MEMORY] if script.startswith("dqn")])
+def test_a_run_in_which_no_update_is_due_after_learning_starts(refused, script):
+    for total, num_envs, starts, frequency, last in (
+        (109, 1, 100, 10, 99),
+        (111, 2, 110, 10, 109),
+        (95, 4, 90, 50, 51),
+    ):
+        flags = ["--total-timesteps", total, "--num-envs", num_envs, "--learning-starts", starts]
+        err = refused(script, *flags, "--train-frequency", frequency)
+        assert f"--learning-starts {starts}: must be at most {last}, or no update" in err
+
+
+@pytest.mark.parametrize("script", [script for script in [*SCRIPTS, *MEMORY] if script.startswith("dqn")])
+def test_a_train_frequency_that_is_never_reached(refused, script):
+    err = refused(script, "--total-timesteps", 101, "--num-envs", 4, "--learning-starts", 0, "--train-frequency", 105)
+    assert "--train-frequency 105: must be at most 104, the last step" in err
+
+
 @pytest.mark.parametrize("script", [script for script in MEMORY if script.startswith("dqn")])
 @pytest.mark.parametrize(
     "flags, message",
@@ -209,12 +234,20 @@ def test_a_module_that_is_broken(refused, tmp_path, monkeypatch, script, content
     assert "--env-id broken_module:Environment-v0: " in refused(script, "--env-id", "broken_module:Environment-v0")
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
+def test_an_environment_of_a_module_that_cannot_be_made(refused, script):
+    err = refused(script, "--env-id", "environments:Unmakeable-v0")
+    assert "--env-id environments:Unmakeable-v0: " in err and "can't be made (no licence)" in err
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *RAY])
 def test_spaces_that_the_algorithm_cannot_take(refused, script):
     kinds = ["Discrete", "Continuous"] if script.startswith("appo") else [environments.kind_of(script)]
     for kind, (name, (observation_space, action_space)) in itertools.product(kinds, environments.SPACES.items()):
         if name == "ShiftedAction" and kind != "Discrete":
             continue  # refused as every discrete action is
+        if name == "FarAction" and script.startswith(("ppo", "appo")):
+            continue  # whose actions are cut to bounds, not scaled to them
         err = refused(script, "--env-id", f"{name}{kind}-v0")
         assert f"--env-id {name}{kind}-v0: " in err and "must be" in err
         assert ("observations" if action_space is None else "actions") in err

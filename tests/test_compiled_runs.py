@@ -146,7 +146,9 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
     flags = list(ON_POLICY if script.startswith("ppo") else OFF_POLICY)
     if "memory" in script:
         flags += ["--num-envs", 1]
-        flags += ["--num-minibatches", 1] if script.startswith("ppo") else ["--slice-length", 8]
+        flags += (
+            ["--num-minibatches", 1] if script.startswith("ppo") else ["--slice-length", 8, "--train-frequency", 10]
+        )
     run = launch(script, "--total-timesteps", 100, *flags, "--compile")
     assert 0 < round(sum(slept), 3) <= run.summary["warmup_seconds"] < run.summary["wall_seconds"]
     steps = {"sac_continuous_action": 3, "td3_continuous_action": 3, "dqn": 1, "ppo_memory": 3}

@@ -36,12 +36,15 @@ RUNS = [
     ("appo_ray", [*LOCAL, *CONTINUOUS], 2),
 ]
 EAGER = [run[:2] for run in RUNS if not {"gru", "lstm"} & set(run[1])]  # these read on the host where episodes end
+BATCH = {name: torch.zeros(16, device=META) for name in ("reward", "terminated")}
+BATCH |= {name: torch.zeros(16, 4, device=META) for name in ("observation", "next_observation")}
+BATCH["action"] = torch.zeros(16, 3, device=META)
 # Of an eager agent, the methods that work on the device
 METHODS = {
-    "sac_continuous_action": [("choose",), ("learn", True, True), ("learn", False, False)],
-    "td3_continuous_action": [("choose",), ("learn", True), ("learn", False)],
+    "sac_continuous_action": [("learn", BATCH, True, True), ("learn", BATCH, False, False)],
+    "td3_continuous_action": [("learn", BATCH, True), ("learn", BATCH, False)],
     "dqn_memory": [("choose",), ("learn",), ("update_target",)],
-    "dqn": [("learn",), ("update_target",)],
+    "dqn": [("learn", BATCH | {"action": torch.zeros(16, device=META)}), ("update_target",)],
     "ppo_memory": [("choose",), ("prepare",), ("learn",)],
     "ppo": [("prepare",), ("learn",)],
     "impala_ray": [("update",)],
@@ -97,7 +100,7 @@ def test_captured_steps_have_all_tensors_on_the_device(script, flags, count, mon
 
 @pytest.mark.parametrize(("script", "flags"), EAGER, ids=[" ".join([run[0], *run[1]]) for run in EAGER])
 def test_eager_agents_learn_on_the_device(script, flags, monkeypatch):
-    def begin(args, device, agent, *buffer):
+    def begin(args, device, agent, *_):
         raise Reached(agent)
 
     (agent,) = reach(script, flags, monkeypatch, {"Run": begin})

@@ -78,7 +78,7 @@ def test_acting_on_the_host_is_the_network():
 
 def test_one_update_is_the_same_in_both_versions():
     eager, compiled, batch = pair()
-    eager.update(batch)
+    eager.learn(batch)
     with torch.no_grad():
         compiled.update(batch)
     for ours, theirs in NETWORKS.items():
@@ -92,7 +92,7 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
     learn = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for _ in range(3):
         learn()
-        eager.update(compiled.buffer.gather(compiled.buffer.drawn[0]))
+        eager.learn(compiled.buffer.gather(compiled.buffer.drawn[0]))
     assert compiled.optimizer.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))

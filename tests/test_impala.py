@@ -534,7 +534,7 @@ def test_actors_of_rays_play(launch, cluster, taken, script, name):
     [
         ("Dying", "is dead or out of reach, and is asked again: "),
         ("Raising", "RuntimeError: the emulator broke down"),
-        ("NaN", "FloatingPointError: the environment's reward is not finite"),
+        ("NaN", "RunError: the environment's reward is not finite"),
         ("Hanging", "hangs: no answer for 2 s"),
         ("Stopped", "hangs: no answer for 2 s"),
     ],

@@ -22,7 +22,7 @@ import ppo_memory_torchcompile
 import probes  # noqa: F401 - registers them
 from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
 from environments import HIGH, LOW, Counter, ending_of, length_of, observation_of, reward_of
-from ppo_memory import CELLS, Environments, encode
+from ppo_memory import CELLS, Environments, NoCodeError, encode
 from test_checkpoints import assert_equal, resume, untimed
 
 CLASSES = {"ppo_memory": "MemoryPPOAgent", "ppo_memory_torchcompile": "CompiledMemoryPPOAgent"}
@@ -172,8 +172,17 @@ def test_observations_are_encoded_as_gymnasium_flattens_them(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_has_no_code_is_an_error(name):
-    with pytest.raises(TypeError, match="observations must be numbers, not"):
+    with pytest.raises(NoCodeError, match="observations must be numbers, not"):
         encode(UNSEEN[name], gym.vector.utils.batch_space(UNSEEN[name], 2).sample())
+
+
+def test_an_error_of_the_environment_is_not_one_of_its_space(monkeypatch):
+    def reset(self, **_):
+        raise TypeError("of its own")
+
+    monkeypatch.setattr(Echo, "reset", reset)
+    with pytest.raises(TypeError, match="of its own"):
+        environments_of("Echo-v0")
 
 
 def test_actions_that_begin_elsewhere_than_at_0():
