@@ -285,14 +285,16 @@ def memory_table(results: Path) -> str:
     if not found:
         return "No results yet: `python benchmarks/memory_learning.py` makes them."
     cells = [cell for cell in memory_learning.CELLS if any(known == cell for _, known in found)]
-    rows, counts = [], {len(values) for values in found.values()}
+    rows, flags, counts = [], [], {len(values) for values in found.values()}
     for name, task in memory_learning.TASKS.items():
         shown = [mean_and_deviation(found[name, cell]) if (name, cell) in found else "" for cell in cells]
         if any(shown):
             known = ("" if value is None else f"{value:g}" for value in (task.chance, task.best))
             rows.append([name, f"{task.steps:,}", *known, *shown])
+            flags += [f"{name} `{task.flags}`"] if task.flags else []
     table = markdown(["task", "steps", "forgetting", "remembering", *(f"`{cell}`" for cell in cells)], rows, 1)
     note = f"{mean_over(counts)}; the returns of agents that forget everything and that remember everything beside it."
+    note += f" Settings other than the defaults: {', '.join(flags)}." if flags else ""
     return f"{table}\n\n{note} {folder_source(results / 'memory')}"
 
 
