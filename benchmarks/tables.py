@@ -31,7 +31,7 @@ import ray_faults
 import ray_learner
 import ray_scaling
 import scan
-from speed import RESULTS, ROOT, SCRIPTS, fail, median, show, summarise, summarise_warmup
+from speed import RESULTS, ROOT, SCRIPTS, fail, finished, median, show, summarise, summarise_warmup
 
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
@@ -203,6 +203,28 @@ def warmup_table(results: Path) -> str:
         rows = [[f"`{line['script']}`", line["variant"], *(show(line[key], 1) for key in keys)] for line in lines]
         parts.append(f"{markdown(header, rows, 2)}\n\n{footer(path, results, result)}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py --warmup` makes them."
+
+
+def saving_table(results: Path) -> str:
+    """What checkpoints cost, by how often they are written."""
+    every = sorted({load(path)["settings"]["save_every"] for path in results.glob("saving_*.json")})
+    rows, sources = [], []
+    for steps in every:
+        is_meant = partial(lambda steps, result: result["settings"]["save_every"] == steps, steps)
+        for path, result in newest(results, "saving", is_meant):
+            turns = range(1, result["settings"]["repeats"] + 1)
+            pairs = [[run["summary"]["fps"] for run in finished(result["runs"], repeat=n)] for n in turns]
+            pairs = [pair for pair in pairs if len(pair) == 2]
+            without, saving = (statistics.median(fps) for fps in zip(*pairs))
+            cost = statistics.median(steps * (1 / slow - 1 / fast) for fast, slow in pairs)
+            losses = sorted(result["losses"])
+            cells = [f"{100 * loss:.1f}%" for loss in (result["median_loss"], losses[0], losses[-1])]
+            script = f"`{result['settings']['script']}`"
+            rows.append([script, f"{steps:,}", show(without, 0), show(saving, 0), *cells, f"{1000 * cost:.0f}"])
+            sources.append(f"Turns: {len(pairs)}. {footer(path, results, result)}")
+    header = ["script", "steps between two", "steps/s without", "with", "loss, median", "least", "most"]
+    table = markdown([*header, "ms a checkpoint, median"], rows, 1)
+    return f"{table}\n\n{' '.join(sources)}" if rows else "No results yet: `python benchmarks/saving.py` makes them."
 
 
 def reference_table(results: Path) -> str:
@@ -505,6 +527,7 @@ TABLES = {
     "scripts": scripts_table,
     "speed": speed_table,
     "warmup": warmup_table,
+    "saving": saving_table,
     "reference": reference_table,
     **{kind: partial(compare_table, kind=kind) for kind in ("compare", "compare_quick", "compare_num_envs")},
     "learning": learning_table,

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -559,14 +560,18 @@ def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
         return record
 
     monkeypatch.setattr(saving, "run_script", slower)
-    saving.main(saving.Args(script="dqn", save_every=70, repeats=2, output=tmp_path / "saving.json"))
-    result = json.loads((tmp_path / "saving.json").read_text())
+    saving.main(saving.Args(script="dqn", save_every=70, repeats=2, output=tmp_path / "saving_cpu.json"))
+    result = json.loads((tmp_path / "saving_cpu.json").read_text())
     assert result["losses"] == [0.5, 0.5] and result["median_loss"] == 0.5 and result["ended"]
     assert [("--save-every 70" in run["command"], run["repeat"]) for run in result["runs"]] == [
         (False, 1), (True, 1), (False, 2), (True, 2)
     ]  # fmt: skip
     assert all("--compile" in run["command"] for run in result["runs"])
     assert "loss: 50.00% (median of 2)" in capsys.readouterr().out
+    fps = [run["summary"]["fps"] for run in result["runs"]]
+    cost = statistics.median(70 * (1 / saves - 1 / not_so) for not_so, saves in (fps[:2], fps[2:]))
+    (row,) = [line for line in tables.saving_table(tmp_path).splitlines() if "`dqn`" in line]
+    assert row.startswith("| `dqn` | 70 | ") and row.endswith(f" | 50.0% | 50.0% | 50.0% | {1000 * cost:.0f} |")
     with pytest.raises(SystemExit):
         saving.main(saving.Args(save_every=0))
     assert "--save-every 0: must be above 0" in capsys.readouterr().err
