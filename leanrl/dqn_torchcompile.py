@@ -266,7 +266,8 @@ class Run:
             for name, before in checkpoint["args"].items():
                 may_grow = name == "total_timesteps" and args[name] >= before
                 if args[name] != before and not may_grow and name not in ("resume", "ray_address", "actor_timeout"):
-                    fail(name, args[name], f"must be {before}, as in {folder}")
+                    least = "at least " if name == "total_timesteps" else ""
+                    fail(name, args[name], f"must be {least}{before}, as in {folder}")
             vars(self).update({name: checkpoint["run"][name] for name in self.saved})
             for name, part in self.parts.items():
                 part.load_state_dict(checkpoint["parts"][name])
@@ -366,7 +367,7 @@ class Run:
             checkpoint["run"] = {name: getattr(self, name) for name in self.saved}
             checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
             numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
-            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+            if not all(math.isfinite(n) if isinstance(n, float) else n.isfinite().all() for n in numbers):
                 raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", checkpoint)
         except (OSError, RuntimeError, ArithmeticError) as error:
@@ -415,8 +416,8 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is RunError:
-            sys.exit(f"error: {error}")
+        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+            sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
 def check_replay(args: Args) -> None:
@@ -461,7 +462,7 @@ def make_environments(args: Args) -> list[gym.Env]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except Exception as error:  # a module that the environment comes from may raise anything
+    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id.rpartition(":")[2] in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"

@@ -47,6 +47,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -281,7 +282,8 @@ class Run:
             for name, before in checkpoint["args"].items():
                 may_grow = name == "total_timesteps" and args[name] >= before
                 if args[name] != before and not may_grow and name not in ("resume", "ray_address", "actor_timeout"):
-                    fail(name, args[name], f"must be {before}, as in {folder}")
+                    least = "at least " if name == "total_timesteps" else ""
+                    fail(name, args[name], f"must be {least}{before}, as in {folder}")
             vars(self).update({name: checkpoint["run"][name] for name in self.saved})
             for name, part in self.parts.items():
                 part.load_state_dict(checkpoint["parts"][name])
@@ -381,7 +383,7 @@ class Run:
             checkpoint["run"] = {name: getattr(self, name) for name in self.saved}
             checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
             numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
-            if not all(torch.as_tensor(number).isfinite().all() for number in numbers):
+            if not all(math.isfinite(n) if isinstance(n, float) else n.isfinite().all() for n in numbers):
                 raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", checkpoint)
         except (OSError, RuntimeError, ArithmeticError) as error:
@@ -430,8 +432,8 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is RunError:
-            sys.exit(f"error: {error}")
+        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+            sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
 def check_ray(args: Args) -> None:
@@ -456,7 +458,7 @@ def make_environments(args: Args) -> list[gym.Env]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except Exception as error:  # a module that the environment comes from may raise anything
+    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id.rpartition(":")[2] in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
@@ -500,9 +502,13 @@ class GymEnvironments:
         self.observation = np.stack(first_observations(self.envs, seed, step), dtype=np.float32)
         self.frames, self.valid = self.observation[None], np.ones(args.num_envs, bool)
 
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> rewards and ends, and those of the episodes that are written down; [N] each."""
-        reward, ends = np.zeros(len(action), np.float32), np.zeros((2, len(action)), bool)
+        reward, ends = np.zeros(len(action)), np.zeros((2, len(action)), bool)
         for i, env in enumerate(self.envs):
             if self.valid[i]:
                 self.observation[i], reward[i], ends[0, i], ends[1, i], _ = env.step(action[i])
@@ -530,6 +536,9 @@ class AtariEnvironments:
         self.observation, _ = self.envs.reset()
         self.frames, self.valid = self.observation.swapaxes(0, 1), np.ones(args.num_envs, bool)
         self.is_over = ~self.valid
+
+    def close(self) -> None:
+        self.envs.close()
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N] -> rewards and ends, and those of the episodes that are written down; [N] each."""
@@ -645,11 +654,14 @@ class Actor:
         self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
         sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
+        said = io.StringIO()
         try:
-            with contextlib.redirect_stderr(io.StringIO()) as said:
+            with contextlib.redirect_stderr(said) if args.num_actors else contextlib.nullcontext():
                 self.envs = make_envs(args, seed, step)
         except SystemExit:  # which Ray would answer with another process, and another
-            raise RuntimeError(said.getvalue().strip() or "the environments end the process") from None
+            if not args.num_actors:
+                raise
+            raise RuntimeError(" ".join(said.getvalue().split()) or "the environments end the process") from None
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             act(self.network, self.envs.observation, np.random.default_rng())
@@ -681,11 +693,22 @@ class Actor:
             self.lengths = (self.lengths + step["valid"]) * goes_on
         fragment |= {name: np.stack([step[name] for step in steps]) for name in steps[0]}
         fragment["observation"] = np.stack(frames)
-        for whose, name in (("policy", "log_prob"), ("environment", "observation"), ("environment", "reward")):
+        for whose, name in (("environment", "observation"), ("environment", "reward"), ("policy", "log_prob")):
             if not np.isfinite(fragment[name].sum(dtype=np.float64)):
                 raise RunError(f"the {whose}'s {name} is not finite")
         self.sequence += 1
         return fragment
+
+
+@contextlib.contextmanager
+def handling(handler: Callable) -> Iterable[None]:
+    """Has SIGINT and SIGTERM handled by `handler`."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextlib.contextmanager
@@ -711,30 +734,28 @@ def ray_session(args: Args) -> Iterable[None]:
         except (OSError, OverflowError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
-    held = []  # signals: an interrupted ray.init would leave processes behind
-    handlers = {n: signal.signal(n, lambda number, _: held.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
     options = {"address": args.ray_address} if args.ray_address else {"address": "local", "include_dashboard": False}
     if not args.ray_address:  # a CPU for each actor, that all may start however few there are
         options |= {"num_cpus": max(os.cpu_count(), args.num_actors)}
     try:
-        if is_own:
-            ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
+        with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):  # Ray sets its own
+            if is_own:
+                ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
     except Exception as error:  # on a machine that is too busy Ray raises just that
         if not held:
             flag = "ray_address" if args.ray_address else "num_actors"
             fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)  # Ray puts its own in their place
     try:
         if held:
             sys.exit(128 + held[0])
         yield
     finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-        if is_own:
-            ray.shutdown()
+        with handling(signal.SIG_IGN):
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+            if is_own:
+                ray.shutdown()
 
 
 @dataclass
@@ -793,9 +814,9 @@ class Fleet:
             self.ray = ray
             host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
             self.head = (host.strip("[]"), port)
-            # A process that has died starts anew by itself; a call to it waits until then, but `sample` is not made
-            # twice, as a step can't be taken back
-            options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1}
+            # A process that has died starts anew by itself; a call that it had, or gets until then, fails and is made
+            # anew by the learner alone, as a step can't be taken back
+            options = {"num_cpus": 1, "max_restarts": -1}
             self.remote = ray.remote(**options)(Actor)
         else:
             self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
@@ -809,6 +830,8 @@ class Fleet:
         counts |= {"fragments_delivered": self.delivered, "fragments_lost": self.lost}
         counts |= {"fragments_consumed": self.consumed, "actor_restarts": self.restarts}
         self.run.about |= counts | {"bytes_per_second": round(self.bytes / seconds)}  # of fragments; for the summary
+        if not self.seats:
+            self.actor.envs.close()
         self.published.clear()
         self.orphans.clear()
         for seat in self.seats:
@@ -932,15 +955,13 @@ class Fleet:
             return
         # A call that has long been finished may wait for a slow learner
         elif seat.is_ready and seat.calls and silence > limit and not self.is_done(seat.calls[0][0]):
-            self.replace(seat, f"hangs: no answer for {limit} s (--actor-timeout)")
+            remedy = "should they only be slow, --fragment-length can be less"
+            self.replace(seat, f"hangs: no answer for {limit} s (--actor-timeout); {remedy}")
             return
         weights, version = self.published[0][1:]
         while len(seat.calls) < (2 if seat.is_ready else 1):
-            if seat.is_ready:
-                reference = seat.actor.sample.options(max_task_retries=0).remote(weights, version)
-            else:
-                reference = seat.actor.ready.remote()
-            seat.calls.append((reference, seat.is_ready, weights))
+            call = seat.actor.sample.remote(weights, version) if seat.is_ready else seat.actor.ready.remote()
+            seat.calls.append((call, seat.is_ready, weights))
 
     def is_done(self, reference) -> bool:
         return bool(self.ray.wait([reference], timeout=0, fetch_local=False)[0])
@@ -988,13 +1009,15 @@ class Fleet:
 
 
 def reason_of(error: Exception) -> str:
-    """An error of Ray's in one line."""
+    """An error of Ray's in one line; of what the environments raised in an actor, with the place in their code."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    places = re.findall(r'File "(.+)", line (\d+)', str(error))[-1:]
+    place = [f" ({file}:{number})" for file, number in places if file != __file__]
     if (cause := getattr(error, "cause", None)) is not None:  # what the actor raised
-        return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return "".join([f"{type(cause).__name__}: {' '.join(str(cause).split())}", *place])
     if getattr(error, "actor_init_failed", False):  # a traceback, and below it what was raised
-        raised = [i for i, line in enumerate(str(error).splitlines()) if re.match(r"[A-Za-z_][\w.]*: ", line)]
-        return " ".join(" ".join(str(error).splitlines()[raised[-1] if raised else -1 :]).split())
+        raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+        return "".join([" ".join(lines[raised[-1] if raised else -1 :]), *place])
     return next((line for line in lines if "because" in line), lines[0])
 
 
@@ -1209,9 +1232,9 @@ def shape_and_actions(args: Args) -> tuple[tuple[int, ...], int]:
     """The shape of an observation and the number of actions; ends the program with exit status 2 if they don't suit."""
     if is_atari(args.env_id):
         return (4, 84, 84), int(AtariEnvironments(replace(args, num_envs=1), 0, 0).envs.action_space.n)
-    (env,) = make_environments(replace(args, num_envs=1))
-    check_discrete_spaces(env)
-    return env.observation_space.shape, int(env.action_space.n)
+    with make_environments(replace(args, num_envs=1))[0] as env:
+        check_discrete_spaces(env)
+        return env.observation_space.shape, int(env.action_space.n)
 
 
 def main(args: Args) -> None:

@@ -85,11 +85,12 @@ class Counter(gym.Env):
     finished: list[dict] = []  # noqa: RUF012
     stop_after = None  # the step in which each sends this process SIGINT
 
-    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, number=None, error=RuntimeError):
+    def __init__(self, discrete=False, nan_from=None, fail_at=None, signal_at=None, number=None, **more):
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.action_space = gym.spaces.Discrete(3) if discrete else gym.spaces.Box(LOW, HIGH)
         self.discrete, self.nan_from, self.fail_at = discrete, nan_from, fail_at
-        self.signal_at, self.number, self.error = signal_at, number, error
+        self.signal_at, self.number = signal_at, number
+        self.error, self.scale = more.get("error", RuntimeError), more.get("scale", 1)
         self.seed, self.episode, self.t, self.steps, self.actions = None, -1, None, 0, []
         self.has_begun = self.is_closed = False
         Counter.made.append(self)
@@ -109,7 +110,7 @@ class Counter(gym.Env):
         if seed is not None:
             self.seed, self.key, self.episode = seed, key_of(seed), -1
         self.episode, self.t, self.total = self.episode + 1, 0, 0.0
-        return observation_of(self.key, self.episode, 0), {}
+        return self.scale * observation_of(self.key, self.episode, 0), {}
 
     def step(self, action):
         assert self.t is not None, "a step outside an episode"
@@ -131,7 +132,7 @@ class Counter(gym.Env):
         if self.nan_from is not None and self.steps >= self.nan_from:
             reward = float("nan")
         self.t, self.total = self.t + 1, self.total + reward
-        observation = observation_of(self.key, self.episode, self.t)
+        observation = self.scale * observation_of(self.key, self.episode, self.t)
         terminated = truncated = False
         if self.t == length_of(self.key, self.episode):
             ending = ending_of(self.key, self.episode)
@@ -142,8 +143,8 @@ class Counter(gym.Env):
 
 
 class Unmakeable(gym.Env):
-    def __init__(self):
-        raise PermissionError("no licence")
+    def __init__(self, error=PermissionError):
+        raise error("no licence")
 
 
 class Spaces(gym.Env):
@@ -176,6 +177,8 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         ("NaNReward", {"nan_from": 90}),
         ("Failing", {"fail_at": 90}),
         ("Underflowing", {"fail_at": 90, "error": FloatingPointError}),
+        ("Exiting", {"fail_at": 90, "error": lambda _: SystemExit(0)}),
+        ("Far", {"scale": 1e25}),
         ("Interrupting", {"signal_at": 90, "number": signal.SIGINT}),
         ("Terminating", {"signal_at": 90, "number": signal.SIGTERM}),
     ):
@@ -186,3 +189,4 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         )
 gym.register("Unimportable-v0", "no_such_module:Environment")
 gym.register("Unmakeable-v0", Unmakeable)
+gym.register("Leaving-v0", Unmakeable, kwargs={"error": SystemExit})

@@ -236,8 +236,9 @@ def test_a_module_that_is_broken(refused, tmp_path, monkeypatch, script, content
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
 def test_an_environment_of_a_module_that_cannot_be_made(refused, script):
-    err = refused(script, "--env-id", "environments:Unmakeable-v0")
-    assert "--env-id environments:Unmakeable-v0: " in err and "can't be made (no licence)" in err
+    for name in ("Unmakeable-v0", "Leaving-v0"):
+        err = refused(script, "--env-id", f"environments:{name}")
+        assert f"--env-id environments:{name}: " in err and "can't be made (no licence)" in err
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *RAY])

@@ -347,6 +347,13 @@ def test_the_last_lines_come_on_a_full_disk_too(launch, monkeypatch):
     assert run.out.splitlines()[-1].startswith("finished at step 300: ") and "no checkpoint at step 300" in run.err
 
 
+def test_statistics_that_float32_cannot_hold_are_saved(launch):
+    """Those of normalisation are float64's; the sums of squares of such observations pass 1e50."""
+    run = launch("ppo_continuous_action", *small("ppo_continuous_action"), env_id="Far")
+    checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)
+    assert max(checkpoint["parts"]["observation_moments"]["squares"][0]) > 1e45 and "no checkpoint" not in run.err
+
+
 # ---- What is refused ----
 @pytest.fixture(scope="module")
 def small_run(launch):

@@ -426,6 +426,7 @@ def test_a_forced_lag_is_kept(launch):
 @each_script
 def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
     run = launch(script, *small(), env_id="NaNReward", raises=SystemExit)
+    assert all(env.is_closed for env in run.made)
     assert run.summary["status"] == "failed" and "reward is not finite" in run.error.code
 
 
@@ -533,9 +534,9 @@ def test_actors_of_rays_play(launch, cluster, taken, script, name):
     "name, cause",
     [
         ("Dying", "is dead or out of reach, and is asked again: "),
-        ("Raising", "RuntimeError: the emulator broke down"),
+        ("Raising", "RuntimeError: the emulator broke down (/"),  # and where
         ("NaN", "RunError: the environment's reward is not finite"),
-        ("Hanging", "hangs: no answer for 2 s"),
+        ("Hanging", "hangs: no answer for 2 s (--actor-timeout); should"),
         ("Stopped", "hangs: no answer for 2 s"),
     ],
 )
@@ -684,15 +685,19 @@ def names_of(processes):
     return names
 
 
-def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(start, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(start, tmp_path, number):
     process = start("impala_ray.py", "--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, start_new_session=True)
     deadline = time.monotonic() + 60
     while not any("gcs_server" in name for name in names_of(processes_of(process.pid))):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err and out + err == "", out + err
+    assert process.returncode == 128 + number and out + err == "", out + err
     deadline = time.monotonic() + 10
     while processes_of(process.pid):
         assert time.monotonic() < deadline, "processes are left"
@@ -716,6 +721,18 @@ def wait_for_lines(process, folder, count):
     while count_lines(folder) < count:
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.2)
+
+
+def test_nothing_is_left_behind_by_a_run_that_is_interrupted_time_and_again(start, tmp_path):
+    process = start_endless(start, tmp_path)
+    wait_for_lines(process, tmp_path, 1)
+    for _ in range(5):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.15)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, out + err
+    time.sleep(1)
+    assert processes_of(process.pid) == []
 
 
 def test_a_lost_head_ends_the_run_with_a_checkpoint(start, tmp_path):

@@ -467,6 +467,7 @@ def test_signals_from_outside(start, tmp_path, script, env_id, signals, status):
     [
         ("Failing", "RuntimeError: the environment broke down"),
         ("Underflowing", "FloatingPointError: the environment broke down"),
+        ("Exiting", "error: SystemExit(0)"),
         ("NaNReward", None),
     ],
 )
@@ -474,7 +475,8 @@ def test_exit_status_of_failed_runs(start, tmp_path, name, shown):
     process = start("dqn.py", *small("dqn"), "--env-id", f"environments:{name}Discrete-v0", cwd=tmp_path)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
-    assert ("Traceback" in err and shown in err) if shown else err.endswith("\nerror: td_loss is nan at step 200\n")
+    assert shown in err if shown else err.endswith("\nerror: td_loss is nan at step 200\n")
+    assert ("Traceback" in err) is (name in ("Failing", "Underflowing"))
     assert "failed at step" in out
     assert read_run(tmp_path / "runs").summary["status"] == "failed"
 
