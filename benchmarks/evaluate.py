@@ -425,8 +425,11 @@ def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float]
     total, length, terminated, truncated = 0.0, 0, False, False
     watch(length, total)
     while not (terminated or truncated):
+        observation = np.asarray(observation, dtype)
+        if not np.isfinite(observation).all():
+            fail("an observation of the environment is not finite")
         with torch.no_grad():
-            action = policy(torch.from_numpy(np.asarray(observation, dtype)[None]))[0].numpy()
+            action = policy(torch.from_numpy(observation[None]))[0].numpy()
         observation, reward, terminated, truncated, _ = env.step(action if action.ndim else int(action))
         total, length = total + float(reward), length + 1
         watch(length, total)

@@ -215,11 +215,13 @@ def saving_table(results: Path) -> str:
             turns = range(1, result["settings"]["repeats"] + 1)
             pairs = [[run["summary"]["fps"] for run in finished(result["runs"], repeat=n)] for n in turns]
             pairs = [pair for pair in pairs if len(pair) == 2]
+            if not pairs:
+                continue
             without, saving = (statistics.median(fps) for fps in zip(*pairs))
             cost = statistics.median(steps * (1 / slow - 1 / fast) for fast, slow in pairs)
             losses = sorted(result["losses"])
             cells = [f"{100 * loss:.1f}%" for loss in (result["median_loss"], losses[0], losses[-1])]
-            script = f"`{result['settings']['script']}`"
+            script = f"`{result['settings']['script']}_torchcompile --compile`"
             rows.append([script, f"{steps:,}", show(without, 0), show(saving, 0), *cells, f"{1000 * cost:.0f}"])
             sources.append(f"Turns: {len(pairs)}. {footer(path, results, result)}")
     header = ["script", "steps between two", "steps/s without", "with", "loss, median", "least", "most"]

@@ -408,7 +408,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
             sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
@@ -416,12 +416,13 @@ def check_replay(args: Args) -> None:
     """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    last_step = -(-args.total_timesteps // args.num_envs) * args.num_envs
+    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
+    at_once = 1 if hasattr(args, "slice_length") else args.num_envs  # with a memory not all environments take a step
+    last_step = -(-args.total_timesteps // at_once) * at_once
     if (frequency := getattr(args, "train_frequency", 1)) > last_step:
         fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
-    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
-    last_due = -(-(last_step // frequency * frequency) // args.num_envs) * args.num_envs
-    last_due -= 1 if hasattr(args, "train_frequency") else args.num_envs
+    last_due = -(-(last_step // frequency * frequency) // at_once) * at_once
+    last_due -= 1 if hasattr(args, "train_frequency") else at_once
     if args.learning_starts > last_due:
         fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
@@ -509,8 +510,9 @@ class ReplayBuffer:
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.batch_size, self.device, self.added = args.batch_size, device, 0
-        observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
-        is_of_bytes = env.observation_space.dtype == np.uint8 and np.asarray(env.reset()[0]).dtype == np.uint8
+        space, action_shape = env.observation_space, env.action_space.shape
+        observation_dim = space.shape[0]
+        is_of_bytes = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
         dtype = np.uint8 if is_of_bytes else np.float32
         self.fields = {
             "observation": np.zeros((self.capacity, observation_dim), dtype),
@@ -521,14 +523,16 @@ class ReplayBuffer:
         }
         self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
 
-    def add(self, *transition: np.ndarray | float) -> None:
-        """Stores a value for each field, in place of the oldest transition when there is no room."""
+    def add(self, observation, next_observation, action, reward, terminated) -> None:
+        """Stores a transition, in place of the oldest one when there is no room."""
+        transition = (observation, next_observation, action, reward, terminated)
         for field, value in zip(self.fields.values(), transition, strict=True):
             field[self.added % self.capacity] = value
         self.added += 1
 
     def sample(self) -> dict[str, torch.Tensor]:
         """A batch: float32 tensors of [batch_size, ...] on the device, by their names."""
+        # Drawn as the ring of the compiled script draws them, so that both make the same run
         ages = torch.randint(2**62, (self.batch_size,), device=self.device) % min(self.added, self.capacity)
         rows = (self.added - 1 - ages.cpu().numpy()) % self.capacity
         batch = {name: torch.as_tensor(field[rows], device=self.device) for name, field in self.fields.items()}

@@ -439,7 +439,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
             sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
@@ -447,12 +447,13 @@ def check_replay(args: Args) -> None:
     """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    last_step = -(-args.total_timesteps // args.num_envs) * args.num_envs
+    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
+    at_once = 1 if hasattr(args, "slice_length") else args.num_envs  # with a memory not all environments take a step
+    last_step = -(-args.total_timesteps // at_once) * at_once
     if (frequency := getattr(args, "train_frequency", 1)) > last_step:
         fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
-    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
-    last_due = -(-(last_step // frequency * frequency) // args.num_envs) * args.num_envs
-    last_due -= 1 if hasattr(args, "train_frequency") else args.num_envs
+    last_due = -(-(last_step // frequency * frequency) // at_once) * at_once
+    last_due -= 1 if hasattr(args, "train_frequency") else at_once
     if args.learning_starts > last_due:
         fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:

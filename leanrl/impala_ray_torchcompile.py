@@ -432,7 +432,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
             sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
@@ -955,7 +955,7 @@ class Fleet:
             return
         # A call that has long been finished may wait for a slow learner
         elif seat.is_ready and seat.calls and silence > limit and not self.is_done(seat.calls[0][0]):
-            remedy = "should they only be slow, --fragment-length can be less"
+            remedy = "if its environments are only slow, raise that or lower --fragment-length"
             self.replace(seat, f"hangs: no answer for {limit} s (--actor-timeout); {remedy}")
             return
         weights, version = self.published[0][1:]
@@ -1010,15 +1010,15 @@ class Fleet:
 
 def reason_of(error: Exception) -> str:
     """An error of Ray's in one line; of what the environments raised in an actor, with the place in their code."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     places = re.findall(r'File "(.+)", line (\d+)', str(error))[-1:]
     place = [f" ({file}:{number})" for file, number in places if file != __file__]
     if (cause := getattr(error, "cause", None)) is not None:  # what the actor raised
         return "".join([f"{type(cause).__name__}: {' '.join(str(cause).split())}", *place])
     if getattr(error, "actor_init_failed", False):  # a traceback, and below it what was raised
         raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
-        return "".join([" ".join(lines[raised[-1] if raised else -1 :]), *place])
-    return next((line for line in lines if "because" in line), lines[0])
+        return "".join([" ".join(" ".join(lines[raised[-1] if raised else -1 :]).split()), *place])
+    return next((line for line in lines if "because" in line), lines[0]).strip()
 
 
 # ---- Advantages ----
@@ -1231,7 +1231,8 @@ class CompiledIMPALAAgent(nn.Module):
 def shape_and_actions(args: Args) -> tuple[tuple[int, ...], int]:
     """The shape of an observation and the number of actions; ends the program with exit status 2 if they don't suit."""
     if is_atari(args.env_id):
-        return (4, 84, 84), int(AtariEnvironments(replace(args, num_envs=1), 0, 0).envs.action_space.n)
+        with contextlib.closing(AtariEnvironments(replace(args, num_envs=1), 0, 0)) as games:
+            return (4, 84, 84), int(games.envs.action_space.n)
     with make_environments(replace(args, num_envs=1))[0] as env:
         check_discrete_spaces(env)
         return env.observation_space.shape, int(env.action_space.n)

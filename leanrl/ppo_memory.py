@@ -430,7 +430,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
             sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 

@@ -412,7 +412,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
             sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
@@ -420,12 +420,13 @@ def check_replay(args: Args) -> None:
     """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    last_step = -(-args.total_timesteps // args.num_envs) * args.num_envs
+    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
+    at_once = 1 if hasattr(args, "slice_length") else args.num_envs  # with a memory not all environments take a step
+    last_step = -(-args.total_timesteps // at_once) * at_once
     if (frequency := getattr(args, "train_frequency", 1)) > last_step:
         fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
-    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
-    last_due = -(-(last_step // frequency * frequency) // args.num_envs) * args.num_envs
-    last_due -= 1 if hasattr(args, "train_frequency") else args.num_envs
+    last_due = -(-(last_step // frequency * frequency) // at_once) * at_once
+    last_due -= 1 if hasattr(args, "train_frequency") else at_once
     if args.learning_starts > last_due:
         fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
@@ -484,17 +485,16 @@ def check_continuous_spaces(env: gym.Env) -> None:
 
 
 def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest and the highest actions, [A], in float32, rounded inwards where that can't hold the space's own.
+    """The lowest and the highest actions, [A]; ends the program with exit status 2 if float32 can't hold the range."""
+    low, high = (torch.as_tensor(bound).float() for bound in (env.action_space.low, env.action_space.high))
+    if not (high.abs() + low.abs()).isfinite().all():
+        fail("env_id", env.spec.id, f"its actions must be of a range that float32 can hold, not {env.action_space}")
+    return low.to(device), high.to(device)
 
-    Ends the program with exit status 2 where float32 can't hold what lies between them.
-    """
-    space = env.action_space
-    if max(np.abs(space.low).max(), np.abs(space.high).max()) > 1e38:
-        fail("env_id", env.spec.id, f"its actions must be within 1e38, not {space}")
-    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
-    low = np.where(low < space.low, np.nextafter(low, high), low)
-    high = np.where(high > space.high, np.nextafter(high, low), high)
-    return torch.as_tensor(low, device=device), torch.as_tensor(high, device=device)
+
+def within_bounds(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """The actions in the space's own type, in which they keep to its bounds; a rounding may pass these. [N, A]."""
+    return action.clip(space.low, space.high).astype(space.dtype)
 
 
 # ---- Networks ----
@@ -544,8 +544,9 @@ class ReplayBuffer:
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.batch_size, self.device, self.added = args.batch_size, device, 0
-        observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
-        is_of_bytes = env.observation_space.dtype == np.uint8 and np.asarray(env.reset()[0]).dtype == np.uint8
+        space, action_shape = env.observation_space, env.action_space.shape
+        observation_dim = space.shape[0]
+        is_of_bytes = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
         dtype = np.uint8 if is_of_bytes else np.float32
         self.fields = {
             "observation": np.zeros((self.capacity, observation_dim), dtype),
@@ -556,14 +557,16 @@ class ReplayBuffer:
         }
         self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
 
-    def add(self, *transition: np.ndarray | float) -> None:
-        """Stores a value for each field, in place of the oldest transition when there is no room."""
+    def add(self, observation, next_observation, action, reward, terminated) -> None:
+        """Stores a transition, in place of the oldest one when there is no room."""
+        transition = (observation, next_observation, action, reward, terminated)
         for field, value in zip(self.fields.values(), transition, strict=True):
             field[self.added % self.capacity] = value
         self.added += 1
 
     def sample(self) -> dict[str, torch.Tensor]:
         """A batch: float32 tensors of [batch_size, ...] on the device, by their names."""
+        # Drawn as the ring of the compiled script draws them, so that both make the same run
         ages = torch.randint(2**62, (self.batch_size,), device=self.device) % min(self.added, self.capacity)
         rows = (self.added - 1 - ages.cpu().numpy()) % self.capacity
         batch = {name: torch.as_tensor(field[rows], device=self.device) for name, field in self.fields.items()}
@@ -588,8 +591,8 @@ class SACAgent(nn.Module):
         super().__init__()
         self.args, self.device = args, device
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        self.low, self.high = action_bounds(env, device)
-        self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
+        self.action_space, (low, high) = env.action_space, action_bounds(env, device)
+        self.scale, self.bias = (high - low) / 2, (high + low) / 2
         self.actor = GaussianActor(observation_dim, self.action_dim).to(device)
         self.critics = nn.ModuleList([QNetwork(observation_dim, self.action_dim) for _ in range(2)]).to(device)
         self.target_critics = copy.deepcopy(self.critics)
@@ -615,7 +618,7 @@ class SACAgent(nn.Module):
     def act(self, observation: np.ndarray) -> np.ndarray:
         """Sampled actions; [num_envs, observation_dim] -> [num_envs, A]."""
         action, _ = self.policy(self.actor, torch.as_tensor(observation, device=self.device))
-        return action.clamp(self.low, self.high).cpu().numpy()  # a rounding may pass them
+        return within_bounds(action.cpu().numpy(), self.action_space)
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Soft Bellman residual (eq. 5 and 6), summed over both critics."""
@@ -706,10 +709,10 @@ def main(args: Args) -> None:
             run.step(rewards, terminated, truncated)
 
             # Learn: one update for each step of each environment
-            for _ in range(args.num_envs if is_learning else 0):
+            for batch in [buffer.sample() for _ in range(args.num_envs if is_learning else 0)]:
                 policy_is_due = run.updates % args.policy_frequency == 0
                 targets_are_due = run.updates % args.target_network_frequency == 0
-                agent.learn(buffer.sample(), policy_is_due, targets_are_due)
+                agent.learn(batch, policy_is_due, targets_are_due)
                 run.updates += 1
             run.end_step(agent.losses, learning_rate=args.policy_lr)
 

@@ -417,7 +417,7 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind in (RunError, SystemExit):  # one of the environment's own may have the status of success
+        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
             sys.exit(f"error: {error if kind is RunError else repr(error)}")
 
 
@@ -425,12 +425,13 @@ def check_replay(args: Args) -> None:
     """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    last_step = -(-args.total_timesteps // args.num_envs) * args.num_envs
+    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
+    at_once = 1 if hasattr(args, "slice_length") else args.num_envs  # with a memory not all environments take a step
+    last_step = -(-args.total_timesteps // at_once) * at_once
     if (frequency := getattr(args, "train_frequency", 1)) > last_step:
         fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
-    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
-    last_due = -(-(last_step // frequency * frequency) // args.num_envs) * args.num_envs
-    last_due -= 1 if hasattr(args, "train_frequency") else args.num_envs
+    last_due = -(-(last_step // frequency * frequency) // at_once) * at_once
+    last_due -= 1 if hasattr(args, "train_frequency") else at_once
     if args.learning_starts > last_due:
         fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
@@ -489,17 +490,16 @@ def check_continuous_spaces(env: gym.Env) -> None:
 
 
 def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest and the highest actions, [A], in float32, rounded inwards where that can't hold the space's own.
+    """The lowest and the highest actions, [A]; ends the program with exit status 2 if float32 can't hold the range."""
+    low, high = (torch.as_tensor(bound).float() for bound in (env.action_space.low, env.action_space.high))
+    if not (high.abs() + low.abs()).isfinite().all():
+        fail("env_id", env.spec.id, f"its actions must be of a range that float32 can hold, not {env.action_space}")
+    return low.to(device), high.to(device)
 
-    Ends the program with exit status 2 where float32 can't hold what lies between them.
-    """
-    space = env.action_space
-    if max(np.abs(space.low).max(), np.abs(space.high).max()) > 1e38:
-        fail("env_id", env.spec.id, f"its actions must be within 1e38, not {space}")
-    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
-    low = np.where(low < space.low, np.nextafter(low, high), low)
-    high = np.where(high > space.high, np.nextafter(high, low), high)
-    return torch.as_tensor(low, device=device), torch.as_tensor(high, device=device)
+
+def within_bounds(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
+    """The actions in the space's own type, in which they keep to its bounds; a rounding may pass these. [N, A]."""
+    return action.clip(space.low, space.high).astype(space.dtype)
 
 
 # ---- Networks ----
@@ -562,8 +562,9 @@ class ReplayRing:
         self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
         self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
 
-        observation_dim, action_shape = env.observation_space.shape[0], env.action_space.shape
-        is_of_bytes = env.observation_space.dtype == np.uint8 and np.asarray(env.reset()[0]).dtype == np.uint8
+        space, action_shape = env.observation_space, env.action_space.shape
+        observation_dim = space.shape[0]
+        is_of_bytes = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
         dtype = torch.uint8 if is_of_bytes else torch.float32
         self.fields = TensorDict(
             observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
@@ -732,7 +733,7 @@ class CompiledTD3Agent(nn.Module):
         super().__init__()
         self.args, self.device, self.buffer = args, device, buffer
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        self.low, self.high = action_bounds(env, device)
+        self.action_space, (self.low, self.high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
         # The parameters of the twin critics are the rows of one matrix
         self.actor_module = FlatModule(DeterministicActor(observation_dim, self.action_dim))
@@ -768,7 +769,7 @@ class CompiledTD3Agent(nn.Module):
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
         *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
-        return np.array(action, np.float32).reshape(-1, self.action_dim)
+        return within_bounds(np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space)
 
     def choose(self) -> None:
         """Stores what was sent, acts, and draws the transitions of the updates that follow these actions.

@@ -66,6 +66,7 @@ def launch(tmp_path_factory):
         run = read_run(output_dir)
         run.out, run.err, run.error = out.getvalue(), err.getvalue(), caught.value if raises else None
         run.made, run.finished = list(environments.Counter.made), list(environments.Counter.finished)
+        assert all(env.is_closed for env in run.made)
         return run
 
     return launch

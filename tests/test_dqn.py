@@ -201,20 +201,23 @@ class TruncatesItself(gym.Env):
 gym.register("TruncatesItself-v0", TruncatesItself, max_episode_steps=1000)
 
 
+@pytest.mark.parametrize("script, agent_class, name", [(*SCRIPTS[0], "learn"), (*SCRIPTS[1], "update")])
 @pytest.mark.parametrize("target_frequency", [1, 10, 25])
-def test_next_observation_is_of_the_same_episode(launch, monkeypatch, target_frequency):
-    seen, update = [], dqn_torchcompile.CompiledDQNAgent.update
+def test_next_observation_is_of_the_same_episode(launch, monkeypatch, script, agent_class, name, target_frequency):
+    """Of which none is terminated, though many are truncated."""
+    agent_class, seen = getattr(importlib.import_module(script), agent_class), []
+    update = getattr(agent_class, name)
 
     def checking(agent, batch):
         (episode, t), (next_episode, next_t) = batch["observation"].mT, batch["next_observation"].mT
-        assert torch.equal(episode, next_episode) and torch.equal(next_t, t + 1)
+        assert torch.equal(episode, next_episode) and torch.equal(next_t, t + 1) and not batch["terminated"].any()
         seen.append(len(episode.unique()))
         update(agent, batch)
 
-    monkeypatch.setattr(dqn_torchcompile.CompiledDQNAgent, "update", checking)
+    monkeypatch.setattr(agent_class, name, checking)
     flags = ["--total-timesteps", 400, "--learning-starts", 50, "--buffer-size", 120, "--batch-size", 64]
     flags += ["--target-network-frequency", target_frequency]
-    launch("dqn_torchcompile", *flags, env_id="TruncatesItself-v0")
+    launch(script, *flags, env_id="TruncatesItself-v0")
     assert len(seen) == 35 and max(seen) > 2
 
 

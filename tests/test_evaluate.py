@@ -60,6 +60,14 @@ class Seeded(environments.Counter):
         return observation, reward * self.worth, *rest
 
 
+class Blind(Seeded):
+    """Sees nothing from its first step on."""
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return observation * np.nan, *rest
+
+
 class Drawn(Seeded):
     """Black pictures of an odd size; the one before step `breaks_at` of all can't be drawn."""
 
@@ -80,6 +88,7 @@ for kind, is_discrete in (("Continuous", False), ("Discrete", True)):
     for name, worth in (("Seeded", 1.0), ("Generous", 2.0), ("Hopeless", float("nan"))):
         gym.register(f"{name}{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "worth": worth})
 gym.register("DrawnContinuous-v0", Drawn)
+gym.register("BlindContinuous-v0", Blind)
 
 
 @pytest.fixture(scope="session")
@@ -532,6 +541,7 @@ BAD_FLAGS = {
     "other_spaces": (["--env-id", "ToyContinuous-v0"], "(4,) float64"),
     "other_actions": (["--env-id", "SeededDiscrete-v0"], "Discrete(3)"),
     "nan": (["--env-id", "HopelessContinuous-v0"], "is nan"),
+    "nan seen": (["--env-id", "BlindContinuous-v0"], "an observation of the environment is not finite"),
     "export_name": (["--export", "policy.pt"], "NAME.pt2"),
     "export_folder": (["--export", "nowhere/policy.pt2"], "NAME.pt2"),
 }

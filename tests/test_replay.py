@@ -1,5 +1,6 @@
 """The replay ring and the replay buffer, checked against a plain list of transitions."""
 
+import importlib
 import io
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 import agents
 import dqn_torchcompile
+import environments
 from dqn import ReplayBuffer
 from dqn_torchcompile import ReplayRing
 
@@ -20,14 +22,14 @@ def args_of(capacity, num_envs=1, batch_size=1, train_frequency=1):
     """What a buffer looks at; a block of transitions is as long as `train_frequency`, or a step of all environments."""
     return SimpleNamespace(
         buffer_size=capacity, total_timesteps=10**9, num_envs=num_envs, batch_size=batch_size,
-        train_frequency=train_frequency,
+        train_frequency=train_frequency, seed=0,
     )  # fmt: skip
 
 
 def fake_env(discrete=False, dtype=np.float64, observation_dim=3, limit=None, reset_dtype=None):
     actions = gym.spaces.Discrete(5) if discrete else gym.spaces.Box(-1, 1, (2,))
     observations = gym.spaces.Box(0, 255, (observation_dim,), dtype)
-    reset = lambda: (np.zeros(observation_dim, reset_dtype or dtype), {})  # noqa: E731
+    reset = lambda seed: (np.zeros(observation_dim, reset_dtype or dtype), {})  # noqa: E731
     return SimpleNamespace(
         observation_space=observations, action_space=actions, spec=SimpleNamespace(max_episode_steps=limit), reset=reset
     )
@@ -382,3 +384,39 @@ def test_buffer_copies_what_it_is_given():
     assert torch.equal(batch["observation"][:, 0], batch["reward"]) and torch.equal(
         batch["action"][:, 0], batch["reward"]
     )
+
+
+@pytest.mark.parametrize("script", ["sac_continuous_action", "td3_continuous_action", "dqn"])
+def test_the_eager_script_stores_every_transition_as_it_happened(launch, monkeypatch, script):
+    buffer_class, stored = importlib.import_module(script).ReplayBuffer, []
+    add = buffer_class.add
+
+    def noting(buffer, *transition):
+        stored.append([np.array(value) for value in transition])
+        add(buffer, *transition)
+
+    monkeypatch.setattr(buffer_class, "add", noting)
+    flags = [
+        "--total-timesteps",
+        120,
+        "--learning-starts",
+        100,
+        "--buffer-size",
+        60,
+        "--batch-size",
+        8,
+        "--num-envs",
+        2,
+    ]
+    run = launch(script, *flags)
+    for number, env in enumerate(run.made):
+        episode = t = 0
+        for (before, after, action, reward, terminated), taken in zip(stored[number::2], env.actions, strict=True):
+            assert np.array_equal(before, environments.observation_of(env.key, episode, t))
+            assert np.array_equal(after, environments.observation_of(env.key, episode, t + 1))
+            assert np.array_equal(action, taken) and reward == environments.reward_of(env.key, episode, t, taken)
+            t += 1
+            ends = t == environments.length_of(env.key, episode)
+            assert terminated == (ends and environments.ending_of(env.key, episode) != "truncated")
+            episode, t = (episode + 1, 0) if ends else (episode, t)
+        assert episode > 5

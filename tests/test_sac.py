@@ -176,6 +176,11 @@ def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
     agents.assert_targets_follow(compiled, (True, True))
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_without_flags_the_compiled_script_makes_the_eager_run(launch, num_envs):
+    agents.assert_eager_and_compiled_make_the_same_run(launch, "sac_continuous_action", num_envs)
+
+
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
 def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=3)

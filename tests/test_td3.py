@@ -148,6 +148,11 @@ def test_kinds_of_updates_are_those_that_occur(launch, monkeypatch, policy, kind
     assert set(made) == kinds and len(made) == len(kinds)
 
 
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_without_flags_the_compiled_script_makes_the_eager_run(launch, num_envs):
+    agents.assert_eager_and_compiled_make_the_same_run(launch, "td3_continuous_action", num_envs)
+
+
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
 def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
     agents.assert_policy_is_updated_when_due(launch, monkeypatch, script, agent_class, times=1)
