@@ -573,8 +573,6 @@ def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
     (row,) = [line for line in tables.saving_table(tmp_path).splitlines() if "`dqn_" in line]
     assert row.startswith("| `dqn_torchcompile --compile` | 70 | ")
     assert row.endswith(f" | 50.0% | 50.0% | 50.0% | {1000 * cost:.0f} |")
-        f" | 50.0% | 50.0% | 50.0% | {1000 * cost:.0f} |"
-    )
     with pytest.raises(SystemExit):
         saving.main(saving.Args(save_every=0))
     assert "--save-every 0: must be above 0" in capsys.readouterr().err
