@@ -357,8 +357,8 @@ def test_a_fragment_is_what_happened(kind):
                 )
                 np.testing.assert_array_equal(action, env.actions[taken])
                 reward = environments.reward_of(env.key, episode, step, action)
-                assert row["reward"] == np.float32(reward)
-                step, taken, total = step + 1, taken + 1, total + np.float32(reward)
+                assert row["reward"] == reward
+                step, taken, total = step + 1, taken + 1, total + reward
                 has_ended = step == environments.length_of(env.key, episode)
                 ending = environments.ending_of(env.key, episode) if has_ended else None
                 assert row["terminated"] == (ending in ("terminated", "both"))
