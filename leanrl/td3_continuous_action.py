@@ -1,6 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
+#   "tensordict>=0.15,<0.16",
 # ]
 # ///
 """Twin delayed deep deterministic policy gradient, TD3 (Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477).
@@ -17,6 +18,7 @@ Published return at 1M steps (CleanRL): HalfCheetah-v4 9,583 ± 126. Our own ret
 To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
 """
 
+import array
 import contextlib
 import copy
 import difflib
@@ -47,6 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -522,59 +525,156 @@ class DeterministicActor(nn.Module):
         return torch.tanh(self.fc_mu(x))
 
 
-# ---- Replay ----
-class ReplayBuffer:
-    """The last transitions, in the host's memory, sampled uniformly with replacement."""
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+
+# ---- Replay ----
+class ReplayRing:
+    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
+
+    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
+    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
+    bootstrapped from where it leads.
+
+    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. `write`, `draw` and
+    `sample` work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.batch_size, self.device, self.added = args.batch_size, device, 0
+        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
+        frequency = getattr(args, "train_frequency", 1)
+        at_once = -(-frequency // args.num_envs) * args.num_envs  # that are staged between two uploads, at the most
+        self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
+        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
+        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
+        self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
+        self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
+        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
+
         space, action_shape = env.observation_space, env.action_space.shape
         observation_dim = space.shape[0]
         is_of_bytes = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
-        dtype = np.uint8 if is_of_bytes else np.float32
-        self.fields = {
-            "observation": np.zeros((self.capacity, observation_dim), dtype),
-            "next_observation": np.zeros((self.capacity, observation_dim), dtype),
-            "action": np.zeros((self.capacity, *action_shape), np.float32),
-            "reward": np.zeros(self.capacity, np.float32),
-            "terminated": np.zeros(self.capacity, np.float32),
-        }
-        self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
+        dtype = torch.uint8 if is_of_bytes else torch.float32
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
+            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
+            action=torch.zeros(self.rows, *action_shape, device=device),
+            reward=torch.zeros(self.rows, device=device),
+        )
+        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
 
-    def add(self, observation, next_observation, action, reward, terminated) -> None:
-        """Stores a transition, in place of the oldest one when there is no room."""
-        transition = (observation, next_observation, action, reward, terminated)
-        for field, value in zip(self.fields.values(), transition, strict=True):
-            field[self.added % self.capacity] = value
-        self.added += 1
+        # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
+        # slots, the oldest that may be drawn, and how many there are
+        self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
+        self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
+        observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
+        self.bounds = integers.view(np.int32)[:, 3:]
+        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
+
+    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
+        """Stages a transition; the environments take turns."""
+        if self.filled == 0 and self.sent is not None:
+            self.sent.synchronize()  # only then may what was sent be overwritten
+        i = self.added % len(self.arrived)
+        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
+        next_slot = slot if terminated else self.take_slot()
+        self.arrived[i] = None if terminated or truncated else next_slot
+        self.owners[slot] = self.added
+        places = (self.added % self.rows, slot, next_slot)
+        transition = (observation, observation if terminated else next_observation, action, reward, places)
+        for column, value in zip(self.columns, transition, strict=True):
+            column[self.filled] = value
+        self.filled, self.added = self.filled + 1, self.added + 1
+
+    def take_slot(self) -> int:
+        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
+        self.taken += 1
+        return (self.taken - 1) % self.slots
+
+    def upload(self) -> None:
+        """Sends the staged rows to the device, with the last of them in place of those that are missing."""
+        for column in self.columns:
+            column[self.filled :] = column[self.filled - 1]
+        self.bounds[:] = self.oldest, self.added
+        self.incoming.copy_(self.staged, non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
+        self.filled = 0
+
+    def write(self) -> None:
+        """Puts the rows that were sent into the ring; a second call changes nothing."""
+        observations, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
+        seen, actions = self.fields["observation"], self.fields["action"]
+        seen[slots.flatten().long()] = observations.reshape(-1, seen.shape[1]).to(seen.dtype)
+        actions[row] = action.view(-1, *actions.shape[1:])
+        self.fields["reward"][row] = reward.squeeze(1)
+        self.fields["slots"][row] = slots
+
+    def draw(self, coming: int = 0) -> torch.Tensor:
+        """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
+
+        Returns whether one of these is among them; bool, [1].
+        """
+        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
+        end = newest + coming
+        count = (end - oldest).clamp(1, self.capacity)
+        self.drawn.copy_(end - 1 - torch.randint(2**62, self.drawn.shape, device=self.device) % count)
+        self.turn.zero_()
+        return self.drawn.max() >= newest
 
     def sample(self) -> dict[str, torch.Tensor]:
-        """A batch: float32 tensors of [batch_size, ...] on the device, by their names."""
-        # Drawn as the ring of the compiled script draws them, so that both make the same run
-        ages = torch.randint(2**62, (self.batch_size,), device=self.device) % min(self.added, self.capacity)
-        rows = (self.added - 1 - ages.cpu().numpy()) % self.capacity
-        batch = {name: torch.as_tensor(field[rows], device=self.device) for name, field in self.fields.items()}
-        return {name: value.float() for name, value in batch.items()}
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.add_(1).remainder_(len(self.drawn))
+        return self.gather(number)
+
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
+        row = number % self.rows
+        slots = self.fields["slots"][row].long()
+        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
+        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
 
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
-        return {"added": self.added} | {name: torch.from_numpy(f[: self.added]) for name, f in self.fields.items()}
+        if self.filled:
+            self.upload()
+        self.write()
+        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
+        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
+        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
+        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
-        self.added = state["added"]
+        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
         for name, field in self.fields.items():
-            field[: self.added] = state[name].numpy()
+            field[: len(state[name])] = state[name]
+        self.incoming.copy_(state["incoming"])
+        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
+        self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
+        if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
+            self.taken = self.slots + self.taken % len(state["owners"])
 
 
 # ---- Agent ----
 class TD3Agent(nn.Module):
     """Networks, their optimisers, and the updates on them."""
 
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.device = args, device
+        self.args, self.device, self.buffer = args, device, buffer
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (self.low, self.high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
@@ -584,6 +684,10 @@ class TD3Agent(nn.Module):
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
+        self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
+        self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
+        self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
+        self.must_wait = True
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
@@ -593,12 +697,30 @@ class TD3Agent(nn.Module):
         """The critics' values; [B, observation_dim], [B, A] -> [critics, B]."""
         return torch.stack([critic(observation, action) for critic in critics])
 
-    @torch.no_grad()
-    def act(self, observation: np.ndarray) -> np.ndarray:
-        """Actions with exploration noise; [num_envs, observation_dim] -> [num_envs, A]."""
-        action = self.policy(self.actor, torch.as_tensor(observation, device=self.device))
+    def explore(self, observation: torch.Tensor) -> torch.Tensor:
+        """Actions with exploration noise; [B, observation_dim] -> [B, A]."""
+        action = self.policy(self.actor, observation)
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
-        return within_bounds(action.cpu().numpy(), self.action_space)
+        return action.clamp(self.low, self.high)
+
+    def act(self, observation: np.ndarray) -> np.ndarray:
+        """Actions with exploration noise, and `must_wait`; [num_envs, observation_dim] -> [num_envs, A]."""
+        self.host_observation.copy_(torch.as_tensor(observation))
+        self.observation.copy_(self.host_observation, non_blocking=True)
+        self.choose()
+        *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
+        return within_bounds(np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space)
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Stores what was sent, acts, and draws the transitions of the updates that follow these actions.
+
+        The updates must wait if one of these transitions is still to come; else they run beside the environments.
+        """
+        self.buffer.write()
+        action = self.explore(self.observation)
+        must_wait = self.buffer.draw(coming=self.args.num_envs)
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Clipped double-Q error with smoothed target actions (algorithm 1), summed over both critics."""
@@ -625,12 +747,22 @@ class TD3Agent(nn.Module):
         optimizer.step()
         self.losses[name].copy_(loss.detach())
 
-    def learn(self, batch: dict[str, torch.Tensor], policy_is_due: bool) -> None:
-        """One update of everything that is due."""
+    def update_critics(self) -> None:
+        """One update on the next batch, whose observations are kept for the actor's update."""
+        batch = self.buffer.sample()
         self.minimize("qf_loss", self.critics, self.critic_optimizer, batch)
+        self.batch["observation"].copy_(batch["observation"])
+
+    def update_actor(self) -> None:
+        """One update, which the targets follow."""
+        self.minimize("actor_loss", self.actor, self.actor_optimizer, self.batch)
+        self.update_targets()
+
+    def learn(self, policy_is_due: bool) -> None:
+        """One update of everything that is due."""
+        self.update_critics()
         if policy_is_due:
-            self.minimize("actor_loss", self.actor, self.actor_optimizer, batch)
-            self.update_targets()
+            self.update_actor()
 
     @torch.no_grad()
     def update_targets(self) -> None:
@@ -651,14 +783,21 @@ def main(args: Args) -> None:
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    buffer = ReplayBuffer(args, envs[0], device)
-    agent = TD3Agent(args, envs[0], device)
+    buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
+    agent = TD3Agent(args, envs[0], device, buffer)
 
-    announce_replay(args, buffer, torch.device("cpu"))
+    announce_replay(args, buffer, device)
 
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
+
+        def update_all() -> None:
+            for _ in range(args.num_envs):
+                policy_is_due = run.updates % args.policy_frequency == 0
+                agent.learn(policy_is_due)
+                run.updates += 1
+
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
@@ -668,18 +807,23 @@ def main(args: Args) -> None:
             is_random = run.global_step < args.learning_starts
             action = [env.action_space.sample() for env in envs] if is_random else agent.act(observation)
 
+            # Learn while the environments step, unless a batch has a transition that is still to come
+            if is_learning and not agent.must_wait:
+                update_all()
+
             # Step and store; where an episode has ended, the next one begins
             for i, env in enumerate(envs):
                 next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i])
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            buffer.upload()
             run.step(rewards, terminated, truncated)
 
-            # Learn: one update for each step of each environment
-            for batch in [buffer.sample() for _ in range(args.num_envs if is_learning else 0)]:
-                policy_is_due = run.updates % args.policy_frequency == 0
-                agent.learn(batch, policy_is_due)
-                run.updates += 1
+            # Learn what had to wait: one update for each step of each environment
+            if agent.must_wait:
+                buffer.write()  # else the next `choose` does it
+                if is_learning:
+                    update_all()
             run.end_step(agent.losses, learning_rate=args.learning_rate)
 
 

@@ -28,14 +28,14 @@ for bits in (32, 64):
 def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0", **arguments):
     """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
 
-    Returns (eager, compiled, batch): the batch holds the transitions that the compiled one draws for its updates.
+    Returns (eager, compiled, batch): the batch holds the transitions that are drawn for the updates of both.
     """
     eager_module, compiled_module = (importlib.import_module(script + end) for end in ("", "_torchcompile"))
     env = gym.make("ToyDiscrete-v0" if script == "dqn" else env_id, disable_env_checker=True)
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
     ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, CPU)
-    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU)
+    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU, ring)
     with torch.no_grad():
         compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU, ring)
     for ours, theirs in networks.items():

@@ -367,7 +367,8 @@ def load(folder, **changes):
     known = {field.name: config[field.name] for field in dataclasses.fields(module.Args)}
     args, before, runs = module.Args(**known | {"resume": str(folder)} | changes), contents(folder), []
     env = gym.make("environments:CounterDiscrete-v0", disable_env_checker=True)
-    buffer, agent = module.ReplayBuffer(args, env, CPU), module.DQNAgent(args, env, CPU)
+    buffer = module.ReplayRing(args, env, CPU)
+    agent = module.DQNAgent(args, env, CPU, buffer)
 
     class Done(Exception):
         pass

@@ -36,15 +36,12 @@ RUNS = [
     ("appo_ray", [*LOCAL, *CONTINUOUS], 2),
 ]
 EAGER = [run[:2] for run in RUNS if not {"gru", "lstm"} & set(run[1])]  # these read on the host where episodes end
-BATCH = {name: torch.zeros(16, device=META) for name in ("reward", "terminated")}
-BATCH |= {name: torch.zeros(16, 4, device=META) for name in ("observation", "next_observation")}
-BATCH["action"] = torch.zeros(16, 3, device=META)
 # Of an eager agent, the methods that work on the device
 METHODS = {
-    "sac_continuous_action": [("learn", BATCH, True, True), ("learn", BATCH, False, False)],
-    "td3_continuous_action": [("learn", BATCH, True), ("learn", BATCH, False)],
+    "sac_continuous_action": [("choose",), ("learn", True, True), ("learn", False, False)],
+    "td3_continuous_action": [("choose",), ("learn", True), ("learn", False)],
     "dqn_memory": [("choose",), ("learn",), ("update_target",)],
-    "dqn": [("learn", BATCH | {"action": torch.zeros(16, device=META)}), ("update_target",)],
+    "dqn": [("learn",), ("update_target",)],
     "ppo_memory": [("choose",), ("prepare",), ("learn",)],
     "ppo": [("prepare",), ("learn",)],
     "impala_ray": [("update",)],

@@ -78,7 +78,7 @@ def test_acting_on_the_host_is_the_network():
 
 def test_one_update_is_the_same_in_both_versions():
     eager, compiled, batch = pair()
-    eager.learn(batch)
+    eager.update(batch)
     with torch.no_grad():
         compiled.update(batch)
     for ours, theirs in NETWORKS.items():
@@ -92,7 +92,7 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
     learn = torch.no_grad()(agents.compile_as_main_does(compiled.learn))
     for _ in range(3):
         learn()
-        eager.learn(compiled.buffer.gather(compiled.buffer.drawn[0]))
+        eager.update(compiled.buffer.gather(compiled.buffer.drawn[0]))
     assert compiled.optimizer.powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
@@ -201,12 +201,12 @@ class TruncatesItself(gym.Env):
 gym.register("TruncatesItself-v0", TruncatesItself, max_episode_steps=1000)
 
 
-@pytest.mark.parametrize("script, agent_class, name", [(*SCRIPTS[0], "learn"), (*SCRIPTS[1], "update")])
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
 @pytest.mark.parametrize("target_frequency", [1, 10, 25])
-def test_next_observation_is_of_the_same_episode(launch, monkeypatch, script, agent_class, name, target_frequency):
+def test_next_observation_is_of_the_same_episode(launch, monkeypatch, script, agent_class, target_frequency):
     """Of which none is terminated, though many are truncated."""
     agent_class, seen = getattr(importlib.import_module(script), agent_class), []
-    update = getattr(agent_class, name)
+    update = agent_class.update
 
     def checking(agent, batch):
         (episode, t), (next_episode, next_t) = batch["observation"].mT, batch["next_observation"].mT
@@ -214,7 +214,7 @@ def test_next_observation_is_of_the_same_episode(launch, monkeypatch, script, ag
         seen.append(len(episode.unique()))
         update(agent, batch)
 
-    monkeypatch.setattr(agent_class, name, checking)
+    monkeypatch.setattr(agent_class, "update", checking)
     flags = ["--total-timesteps", 400, "--learning-starts", 50, "--buffer-size", 120, "--batch-size", 64]
     flags += ["--target-network-frequency", target_frequency]
     launch(script, *flags, env_id="TruncatesItself-v0")

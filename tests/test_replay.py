@@ -1,4 +1,4 @@
-"""The replay ring and the replay buffer, checked against a plain list of transitions."""
+"""The replay ring, checked against a plain list of transitions."""
 
 import importlib
 import io
@@ -12,7 +12,6 @@ import torch
 import agents
 import dqn_torchcompile
 import environments
-from dqn import ReplayBuffer
 from dqn_torchcompile import ReplayRing
 
 CPU = torch.device("cpu")
@@ -298,104 +297,24 @@ def test_ring_memory_is_one_observation_a_transition():
     assert ring.nbytes < 10_000 * (128 + 4 + 4 + 8) * 1.015
 
 
-@pytest.mark.parametrize("kind", [ReplayRing, ReplayBuffer])
 @pytest.mark.parametrize("reset_dtype, dtype", [(np.uint8, torch.uint8), (np.float64, torch.float32)])
-def test_bytes_are_kept_as_bytes_if_the_environment_really_returns_them(kind, reset_dtype, dtype):
-    buffer = kind(args_of(20), fake_env(dtype=np.uint8, reset_dtype=reset_dtype), CPU)
-    assert torch.as_tensor(buffer.fields["observation"]).dtype == dtype
+def test_bytes_are_kept_as_bytes_if_the_environment_really_returns_them(reset_dtype, dtype):
+    ring = ReplayRing(args_of(20), fake_env(dtype=np.uint8, reset_dtype=reset_dtype), CPU)
+    assert ring.fields["observation"].dtype == dtype
 
 
-# ---- The eager scripts' buffer ----
-def step_each(buffer, stream, happened):
-    """One step of every environment, stored."""
-    for i in range(stream.num_envs):
-        transition, _ = stream.step(i)
-        happened.append(transition)
-        before, action, reward, terminated, _, after = transition
-        buffer.add(before, after, action, reward, terminated)
+@pytest.mark.parametrize("algorithm", ["sac_continuous_action", "td3_continuous_action", "dqn"])
+@pytest.mark.parametrize("version", ["", "_torchcompile"])
+def test_the_script_stores_every_transition_as_it_happened(launch, monkeypatch, algorithm, version):
+    script, stored = algorithm + version, []
+    ring_class = importlib.import_module(script).ReplayRing
+    add = ring_class.add
 
-
-def assert_draws(buffer, happened, first):
-    """All of the transitions from number `first` on, each as it happened, and no other."""
-    batch = {name: value.tolist() for name, value in buffer.sample().items()}
-    numbers = [round(reward) - 1 for reward in batch["reward"]]  # the n-th step pays n
-    assert set(numbers) == set(range(first, len(happened)))
-    for row, number in enumerate(numbers):
-        before, action, _, terminated, _, after = happened[number]
-        assert batch["observation"][row] == before.tolist() and batch["next_observation"][row] == after.tolist()
-        assert batch["action"][row] == action.tolist() and batch["terminated"][row] == float(terminated)
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("discrete", [False, True])
-def test_buffer_holds_every_transition_that_happened_through_wraps_and_resets(num_envs, discrete):
-    stream, happened = Stream(num_envs, MIXED, discrete), []
-    buffer = ReplayBuffer(args_of(20, num_envs, 5000), fake_env(discrete), CPU)
-    for _ in range(50):
-        step_each(buffer, stream, happened)
-        assert_draws(buffer, happened, max(0, len(happened) - 20))
-    assert {value.dtype for value in buffer.sample().values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("steps, grows", [(13, False), (13, True), (50, False)])
-def test_buffer_goes_on_from_a_checkpoint(steps, grows):
-    arguments, stream, happened = args_of(20, batch_size=5000), Stream(1, MIXED), []
-    if grows:
-        arguments.buffer_size, arguments.total_timesteps = 10**6, steps
-    buffer = ReplayBuffer(arguments, fake_env(), CPU)
-    for _ in range(steps):
-        step_each(buffer, stream, happened)
-    state = as_saved(buffer)
-    assert sum(rows.nbytes for rows in state.values() if isinstance(rows, torch.Tensor)) <= buffer.saved_nbytes
-    arguments.total_timesteps += 1000
-    buffer = ReplayBuffer(arguments, fake_env(), CPU)
-    buffer.load_state_dict(state)
-    for _ in range(30):
-        assert_draws(buffer, happened, max(0, len(happened) - buffer.capacity))
-        step_each(buffer, stream, happened)
-
-
-def test_buffer_draws_uniformly_the_numbers_that_the_ring_draws():
-    """So that both versions of a script make the same run."""
-    arguments, stream, happened = args_of(20, batch_size=50_000), Stream(1, [(5, "terminated")]), []
-    buffer, ring = ReplayBuffer(arguments, fake_env(), CPU), ReplayRing(arguments, fake_env(), CPU)
-    for _ in range(33):
-        step_each(buffer, stream, happened)
-        before, action, reward, terminated, truncated, after = happened[-1]
-        ring.add(before, after, action, reward, terminated, truncated)
-        ring.upload()
-        ring.write()
-    torch.manual_seed(0)
-    rewards = buffer.sample()["reward"]
-    torch.manual_seed(0)
-    ring.draw()
-    assert torch.equal(ring.sample()["reward"], rewards)
-    counts = torch.bincount(rewards.long() - 14, minlength=20)
-    assert len(counts) == 20 and (counts - 2500).abs().max() < 250  # five standard deviations
-
-
-def test_buffer_copies_what_it_is_given():
-    buffer, observation, action = ReplayBuffer(args_of(20, batch_size=100), fake_env(), CPU), np.ones(3), np.ones(2)
-    for n in range(3):
-        observation[:], action[:] = n, n
-        buffer.add(observation, observation, action, n, False)
-        observation[:], action[:] = -1, -1
-    batch = buffer.sample()
-    assert torch.equal(batch["observation"][:, 0], batch["reward"]) and torch.equal(
-        batch["action"][:, 0], batch["reward"]
-    )
-
-
-@pytest.mark.parametrize("script", ["sac_continuous_action", "td3_continuous_action", "dqn"])
-def test_the_eager_script_stores_every_transition_as_it_happened(launch, monkeypatch, script):
-    buffer_class, stored = importlib.import_module(script).ReplayBuffer, []
-    add = buffer_class.add
-
-    def noting(buffer, *transition):
+    def noting(ring, *transition):
         stored.append([np.array(value) for value in transition])
-        add(buffer, *transition)
+        add(ring, *transition)
 
-    monkeypatch.setattr(buffer_class, "add", noting)
+    monkeypatch.setattr(ring_class, "add", noting)
     flags = [
         "--total-timesteps",
         120,
@@ -411,12 +330,12 @@ def test_the_eager_script_stores_every_transition_as_it_happened(launch, monkeyp
     run = launch(script, *flags)
     for number, env in enumerate(run.made):
         episode = t = 0
-        for (before, after, action, reward, terminated), taken in zip(stored[number::2], env.actions, strict=True):
+        for (before, after, action, reward, *ends), taken in zip(stored[number::2], env.actions, strict=True):
             assert np.array_equal(before, environments.observation_of(env.key, episode, t))
             assert np.array_equal(after, environments.observation_of(env.key, episode, t + 1))
             assert np.array_equal(action, taken) and reward == environments.reward_of(env.key, episode, t, taken)
             t += 1
-            ends = t == environments.length_of(env.key, episode)
-            assert terminated == (ends and environments.ending_of(env.key, episode) != "truncated")
-            episode, t = (episode + 1, 0) if ends else (episode, t)
+            ending = environments.ending_of(env.key, episode) if t == environments.length_of(env.key, episode) else None
+            assert ends == [ending in ("terminated", "both"), ending in ("truncated", "both")]
+            episode, t = (episode + 1, 0) if ending else (episode, t)
         assert episode > 5

@@ -88,7 +88,7 @@ def test_twenty_updates_are_those_of_a_plain_version():
     observation, next_observation = batch["observation"], batch["next_observation"]
     for n in range(20):
         torch.manual_seed(n)
-        agent.learn(batch, n % 2 == 0, True)
+        agent.learn(n % 2 == 0, True)
         torch.manual_seed(n)
         with torch.no_grad():
             action, log_prob = sampled(next_observation)
@@ -113,9 +113,9 @@ def test_twenty_updates_are_those_of_a_plain_version():
 
 @pytest.mark.parametrize("policy_is_due, targets_are_due", [(False, True), (True, True), (True, False)])
 def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due):
-    eager, compiled, batch = pair()
+    eager, compiled, _ = pair()
     torch.manual_seed(1)
-    eager.learn(batch, policy_is_due, targets_are_due)
+    eager.learn(policy_is_due, targets_are_due)
     torch.manual_seed(1)
     with torch.no_grad():
         compiled.learn(policy_is_due, targets_are_due)
@@ -126,12 +126,12 @@ def test_one_update_is_the_same_in_both_versions(policy_is_due, targets_are_due)
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
-    eager, compiled, batch = pair(policy_frequency=1)
+    eager, compiled, _ = pair(policy_frequency=1)
     for name in ("update_critics", "update_actor"):
         setattr(compiled, name, torch.no_grad()(agents.compile_as_main_does(getattr(compiled, name))))
     for n in range(3):
         torch.manual_seed(n)
-        eager.learn(batch, True, True)
+        eager.learn(True, True)
         torch.manual_seed(n)
         compiled.learn(True, True)
     for adam in (compiled.critic_optimizer, compiled.actor_optimizer, compiled.alpha_optimizer):
@@ -145,10 +145,10 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
 
 def test_alpha_moves_only_when_tuned_and_enters_as_its_exponential():
     for autotune in (True, False):
-        eager, compiled, batch = pair(autotune=autotune, alpha=0.3)
+        eager, compiled, _ = pair(autotune=autotune, alpha=0.3)
         start = eager.log_alpha.exp().item()
         assert start == pytest.approx(1.0 if autotune else 0.3)
-        eager.learn(batch, True, True)
+        eager.learn(True, True)
         with torch.no_grad():
             compiled.learn(True, True)
         assert (eager.log_alpha.exp().item() != start) is autotune
@@ -189,8 +189,9 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
 @pytest.mark.parametrize(
     "flags", [("--num-envs", 2), ("--policy-frequency", 3, "--no-autotune", "--target-network-frequency", 2)]
 )
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
-    agents.assert_same_beside_the_environments(launch, monkeypatch, *SCRIPTS[1], *flags)
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, script, agent_class, flags):
+    agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
 
 
 @pytest.mark.parametrize("policy, target, kinds", [(2, 4, 3), (4, 2, 3), (3, 11, 4), (1, 3, 2), (2, 2, 2), (1, 1, 1)])

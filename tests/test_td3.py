@@ -73,7 +73,7 @@ def test_twenty_updates_are_those_of_a_plain_version():
     scale, middle = (high - low) / 2, (high + low) / 2
     for n in range(20):
         torch.manual_seed(n)
-        agent.learn(batch, n % 2 == 0)
+        agent.learn(n % 2 == 0)
         torch.manual_seed(n)
         with torch.no_grad():
             noise = (0.2 * torch.randn(32, 3)).clamp(-0.5, 0.5) * scale
@@ -99,10 +99,10 @@ def test_twenty_updates_are_those_of_a_plain_version():
 
 @pytest.mark.parametrize("policy_is_due", [False, True])
 def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy(policy_is_due):
-    eager, compiled, batch = pair(tau=0.25)
+    eager, compiled, _ = pair(tau=0.25)
     before = {name: getattr(compiled, name).clone() for name in NETWORKS}
     torch.manual_seed(1)
-    eager.learn(batch, policy_is_due)
+    eager.learn(policy_is_due)
     torch.manual_seed(1)
     with torch.no_grad():
         compiled.learn(policy_is_due)
@@ -117,12 +117,12 @@ def test_one_update_is_the_same_in_both_versions_and_targets_wait_for_the_policy
 
 
 def test_three_compiled_updates_are_those_of_the_eager_version():
-    eager, compiled, batch = pair()
+    eager, compiled, _ = pair()
     for name in ("update_critics", "update_actor"):
         setattr(compiled, name, torch.no_grad()(agents.compile_as_main_does(getattr(compiled, name))))
     for n in range(3):
         torch.manual_seed(n)
-        eager.learn(batch, True)
+        eager.learn(True)
         torch.manual_seed(n)
         compiled.learn(True)
     for adam in (compiled.critic_optimizer, compiled.actor_optimizer):
@@ -159,8 +159,9 @@ def test_policy_is_updated_when_due(launch, monkeypatch, script, agent_class):
 
 
 @pytest.mark.parametrize("flags", [("--num-envs", 2), ("--policy-frequency", 1, "--learning-starts", 0)])
-def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, flags):
-    agents.assert_same_beside_the_environments(launch, monkeypatch, *SCRIPTS[1], *flags)
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, script, agent_class, flags):
+    agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
