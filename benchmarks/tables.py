@@ -218,14 +218,13 @@ def saving_table(results: Path) -> str:
             if not pairs:
                 continue
             without, saving = (statistics.median(fps) for fps in zip(*pairs))
-            cost = statistics.median(steps * (1 / slow - 1 / fast) for fast, slow in pairs)
             losses = sorted(result["losses"])
             cells = [f"{100 * loss:.1f}%" for loss in (result["median_loss"], losses[0], losses[-1])]
             script = f"`{result['settings']['script']}_torchcompile --compile`"
-            rows.append([script, f"{steps:,}", show(without, 0), show(saving, 0), *cells, f"{1000 * cost:.0f}"])
+            rows.append([script, f"{steps:,}", show(without, 0), show(saving, 0), *cells])
             sources.append(f"Turns: {len(pairs)}. {footer(path, results, result)}")
     header = ["script", "steps between two", "steps/s without", "with", "loss, median", "least", "most"]
-    table = markdown([*header, "ms a checkpoint, median"], rows, 1)
+    table = markdown(header, rows, 1)
     return f"{table}\n\n{' '.join(sources)}" if rows else "No results yet: `python benchmarks/saving.py` makes them."
 
 

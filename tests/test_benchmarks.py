@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -568,11 +567,9 @@ def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     assert all("--compile" in run["command"] for run in result["runs"])
     assert "loss: 50.00% (median of 2)" in capsys.readouterr().out
-    fps = [run["summary"]["fps"] for run in result["runs"]]
-    cost = statistics.median(70 * (1 / saves - 1 / not_so) for not_so, saves in (fps[:2], fps[2:]))
     (row,) = [line for line in tables.saving_table(tmp_path).splitlines() if "`dqn_" in line]
     assert row.startswith("| `dqn_torchcompile --compile` | 70 | ")
-    assert row.endswith(f" | 50.0% | 50.0% | 50.0% | {1000 * cost:.0f} |")
+    assert row.endswith(" | 50.0% | 50.0% | 50.0% |")
     with pytest.raises(SystemExit):
         saving.main(saving.Args(save_every=0))
     assert "--save-every 0: must be above 0" in capsys.readouterr().err
