@@ -19,7 +19,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
 
 PPO's published returns (CleanRL): CartPole-v1 490 ± 6, HalfCheetah-v4 (1M steps) 1,443 ± 46. Ours are in the README.
 Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's: --env-id Breakout-v5.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import collections

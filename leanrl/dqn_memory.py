@@ -16,7 +16,7 @@ memory had before it when it was seen, or from zero, in both cases brought up to
 
 What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
 benchmarks; a copy of the script needs an --env-id of its own.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import contextlib

@@ -14,7 +14,7 @@ targets from a copy of itself that is renewed now and then. It acts greedily, bu
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 
 Published return at 500k steps (CleanRL): CartPole-v1 489 ± 16. Our own returns and fps are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import array

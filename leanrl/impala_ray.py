@@ -16,7 +16,7 @@ clipped ratios of probabilities, for what its own policy would have done, and ma
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
 Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's flags:
 --env-id Breakout-v5 --learning-rate 6e-4 --ent-coef 0.01.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import collections

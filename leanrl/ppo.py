@@ -13,7 +13,7 @@ had expected, and a few epochs of minibatches raise their probability, but no fu
     python leanrl/ppo_torchcompile.py --env-id CartPole-v1 --seed 1 --compile --cudagraphs
 
 Published returns at 500k steps (CleanRL): CartPole-v1 490 ± 6, Acrobot-v1 -86.4 ± 1.3. Our own are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import contextlib

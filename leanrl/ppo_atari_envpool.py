@@ -13,7 +13,7 @@ had expected, and a few epochs of minibatches raise their probability, but no fu
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --seed 1 --compile --cudagraphs
 
 Published returns at 10M steps (CleanRL): Pong-v5 20.5 ± 0.1, BeamRider-v5 2,502 ± 211. See the README for ours.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import contextlib

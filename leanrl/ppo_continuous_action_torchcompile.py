@@ -14,7 +14,7 @@ had expected, and a few epochs of minibatches raise their probability, but no fu
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published returns at 1M steps (CleanRL): HalfCheetah-v4 1,443 ± 46, Walker2d-v4 2,288 ± 572. Ours are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import contextlib

@@ -14,7 +14,7 @@ value from replayed transitions (the smaller estimate counts), and the temperatu
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published return at 1M steps (CleanRL): HalfCheetah-v4 9,635 ± 1,424. Our own returns and fps are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import array

@@ -15,7 +15,7 @@ and all target networks move only at every second update.
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v4 --seed 1 --compile --cudagraphs
 
 Published return at 1M steps (CleanRL): HalfCheetah-v4 9,583 ± 126. Our own returns and fps are in the README.
-To copy the algorithm alone, delete the part "Checks and recording" and what calls it; `main` must then count itself.
+To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
 import array
