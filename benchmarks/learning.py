@@ -50,7 +50,7 @@ PLAN = [
         {"script": CONTINUOUS_PPO, "flags": "--compile", "env_id": f"{task}-v4", "steps": 1_000_000, "seeds": [1, 2, 3]}
         for task in ("HalfCheetah", "Hopper", "Walker2d", "InvertedPendulum")
     ),
-    {"script": ATARI_PPO, "flags": "--compile", "env_id": "Breakout-v5", "steps": 250_000, "seeds": [1]},
+    {"script": ATARI_PPO, "flags": "--compile", "env_id": "Breakout-v5", "steps": 1_500_000, "seeds": [1]},
     {"script": ATARI_PPO, "flags": "--compile", "env_id": "Pong-v5", "steps": 1_000_000, "seeds": [1]},
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3, 4]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [*range(1, 11)]},

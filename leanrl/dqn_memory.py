@@ -65,7 +65,7 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 16
@@ -113,10 +113,10 @@ class Args:
     """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     save_replay: bool = False
     """keep the replay buffer in the checkpoint; without it a resumed run first collects --learning-starts steps anew"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    tau: Share = 1.0
-    """share of the new parameters in each update of the target networks"""
+    tau: Fraction = 1.0
+    """target smoothing coefficient τ: the weight of the new parameters; 1 copies them"""
     batch_size: Count = 2048
     """transitions per update"""
     learning_starts: Natural = 5_000
@@ -124,16 +124,16 @@ class Args:
     learning_rate: Positive = 1e-3
     """learning rate of Adam"""
     max_grad_norm: Positive = 10.0
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
     train_frequency: Count = 64
     """environment steps between updates"""
     target_network_frequency: Count = 2_000
     """environment steps between updates of the target networks"""
-    start_e: Share = 1.0
+    start_e: Fraction = 1.0
     """share of random actions ε at the start"""
-    end_e: Share = 0.05
+    end_e: Fraction = 0.05
     """share of random actions ε once it has fallen"""
-    exploration_fraction: Share = 0.3
+    exploration_fraction: Fraction = 0.3
     """share of the run over which ε falls linearly"""
 
 
@@ -578,7 +578,7 @@ class Environments:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
-        """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+        """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
         count = self.args.num_envs
         seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(count).tolist()
         if self.is_minigrid:
@@ -1423,7 +1423,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
     envs = Environments(args)

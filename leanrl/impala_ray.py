@@ -62,8 +62,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "CartPole-v1"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 8
@@ -107,7 +107,7 @@ class Args:
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: Count = 1
     """fragments that an update learns from, each once"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
     learning_rate: Positive = 2e-3
     """learning rate of Adam"""
@@ -115,18 +115,18 @@ class Args:
     """let the learning rate fall linearly to 0 over the run"""
     vtrace: bool = True
     """correct for the lag by V-trace; else learn as if the learner's own policy had acted"""
-    rho_clip: NotNegative = 1.0
+    rho_clip: NonNegative = 1.0
     """most that a step's ratio of new to old probability counts (ρ̄ of V-trace)"""
-    c_clip: NotNegative = 1.0
+    c_clip: NonNegative = 1.0
     """most that such a ratio counts in the trace to steps before (c̄ of V-trace, which has it at most ρ̄)"""
-    trace_lambda: Share = 1.0
+    trace_lambda: Fraction = 1.0
     """λ by which V-trace's trace to steps before is cut each step"""
-    ent_coef: NotNegative = 0.1
+    ent_coef: NonNegative = 0.1
     """weight of the entropy in the loss"""
-    vf_coef: NotNegative = 0.5
+    vf_coef: NonNegative = 0.5
     """weight of the value loss"""
     max_grad_norm: Positive = 40.0
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
 
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
@@ -459,7 +459,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -1189,7 +1189,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     shape, actions = shape_and_actions(args)
     if len(shape) == 1:

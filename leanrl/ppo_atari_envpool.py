@@ -55,8 +55,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 8
@@ -90,9 +90,9 @@ class Args:
 
     num_steps: Count = 128
     """steps of each environment in a rollout"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction = 0.95
     """λ of the generalised advantage estimates"""
     learning_rate: Positive = 2.5e-4
     """learning rate of Adam"""
@@ -101,19 +101,19 @@ class Args:
     num_minibatches: Count = 4
     """minibatches into which an epoch divides a rollout"""
     update_epochs: Count = 4
-    """times that each transition of a rollout is used"""
+    """epochs over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: Positive = 0.1
-    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    """ε: the ratio of new to old probability is clipped to [1 - ε, 1 + ε]"""
     clip_vloss: bool = True
-    """clip the change of the value, too"""
-    ent_coef: NotNegative = 0.01
+    """clip the change of the value to ±clip_coef, too"""
+    ent_coef: NonNegative = 0.01
     """weight of the entropy in the loss"""
-    vf_coef: NotNegative = 0.5
+    vf_coef: NonNegative = 0.5
     """weight of the value loss"""
     max_grad_norm: Positive = 0.5
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
     target_kl: Positive | None = None
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
@@ -419,7 +419,7 @@ class Run:
 
 
 def check_rollout(args: Args, steps: int) -> None:
-    """Ends the program with exit status 2 unless the run is as long as a rollout, which minibatches divide."""
+    """Ends the program with exit status 2 unless the run is at least a rollout long, which minibatches divide."""
     if args.total_timesteps < steps:
         fail("total_timesteps", args.total_timesteps, f"must be at least a rollout of {steps}")
     if steps % args.num_minibatches or steps < 2 * args.num_minibatches:
@@ -628,7 +628,7 @@ class AtariPPOAgent(nn.Module):
         return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
         args, valid = self.args, batch["valid"] > 0
         names = ("advantage", "return", "log_prob", "value")
         advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
@@ -657,11 +657,6 @@ class AtariPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self, rows: torch.Tensor) -> None:
-        """One step of the optimiser on these rows of the batch."""
-        self.minibatch.copy_(rows)
-        self.learn()
-
     def learn(self) -> None:
         """One step of the optimiser on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
@@ -681,7 +676,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     actions = int(make_pool(args.env_id, [0]).action_space.n)
     size = group_size(args.num_envs, device)
@@ -716,7 +711,8 @@ def main(args: Args) -> None:
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):
-                        agent.update(rows)
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

@@ -57,8 +57,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 8
@@ -92,9 +92,9 @@ class Args:
 
     num_steps: Count = 128
     """steps of each environment in a rollout"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction = 0.95
     """λ of the generalised advantage estimates"""
     learning_rate: Positive = 2.5e-4
     """learning rate of Adam"""
@@ -103,19 +103,19 @@ class Args:
     num_minibatches: Count = 4
     """minibatches into which an epoch divides a rollout"""
     update_epochs: Count = 4
-    """times that each transition of a rollout is used"""
+    """epochs over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: Positive = 0.1
-    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    """ε: the ratio of new to old probability is clipped to [1 - ε, 1 + ε]"""
     clip_vloss: bool = True
-    """clip the change of the value, too"""
-    ent_coef: NotNegative = 0.01
+    """clip the change of the value to ±clip_coef, too"""
+    ent_coef: NonNegative = 0.01
     """weight of the entropy in the loss"""
-    vf_coef: NotNegative = 0.5
+    vf_coef: NonNegative = 0.5
     """weight of the value loss"""
     max_grad_norm: Positive = 0.5
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
     target_kl: Positive | None = None
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
@@ -426,7 +426,7 @@ class Run:
 
 
 def check_rollout(args: Args, steps: int) -> None:
-    """Ends the program with exit status 2 unless the run is as long as a rollout, which minibatches divide."""
+    """Ends the program with exit status 2 unless the run is at least a rollout long, which minibatches divide."""
     if args.total_timesteps < steps:
         fail("total_timesteps", args.total_timesteps, f"must be at least a rollout of {steps}")
     if steps % args.num_minibatches or steps < 2 * args.num_minibatches:
@@ -577,7 +577,7 @@ class Adam(nn.Module):
     def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
         super().__init__()
         self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
-        self.powers = nn.Buffer(like.new_ones(2))  # of the betas; a power of step would cost every element
+        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
         self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -688,7 +688,7 @@ class CompiledAtariPPOAgent(nn.Module):
         return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
         args, valid = self.args, batch["valid"] > 0
         names = ("advantage", "return", "log_prob", "value")
         advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
@@ -717,11 +717,6 @@ class CompiledAtariPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self, rows: torch.Tensor) -> None:
-        """One step of the optimiser on these rows of the batch."""
-        self.minibatch.copy_(rows)
-        self.learn()
-
     def learn(self) -> None:
         """One step of the optimiser on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
@@ -738,7 +733,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     actions = int(make_pool(args.env_id, [0]).action_space.n)
     size = group_size(args.num_envs, device)
@@ -750,8 +745,8 @@ def main(args: Args) -> None:
         # Compilation and capture: full graphs to act, to prepare a rollout and to update
         steps = [agent.learn, agent.choose, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:
-            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
-            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
+            # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
+            # The filter keeps guards on arguments named …_due, all that a run changes. reset: of runs before this one
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
@@ -790,7 +785,8 @@ def main(args: Args) -> None:
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):
-                        agent.update(rows)
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

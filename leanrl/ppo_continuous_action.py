@@ -52,8 +52,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -87,9 +87,9 @@ class Args:
 
     num_steps: Count = 2048
     """steps of each environment in a rollout"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction = 0.95
     """λ of the generalised advantage estimates"""
     learning_rate: Positive = 3e-4
     """learning rate of Adam"""
@@ -98,19 +98,19 @@ class Args:
     num_minibatches: Count = 32
     """minibatches into which an epoch divides a rollout"""
     update_epochs: Count = 10
-    """times that each transition of a rollout is used"""
+    """epochs over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: Positive = 0.2
-    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    """ε: the ratio of new to old probability is clipped to [1 - ε, 1 + ε]"""
     clip_vloss: bool = True
-    """clip the change of the value, too"""
-    ent_coef: NotNegative = 0.0
+    """clip the change of the value to ±clip_coef, too"""
+    ent_coef: NonNegative = 0.0
     """weight of the entropy in the loss"""
-    vf_coef: NotNegative = 0.5
+    vf_coef: NonNegative = 0.5
     """weight of the value loss"""
     max_grad_norm: Positive = 0.5
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
     target_kl: Positive | None = None
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
@@ -416,7 +416,7 @@ class Run:
 
 
 def check_rollout(args: Args, steps: int) -> None:
-    """Ends the program with exit status 2 unless the run is as long as a rollout, which minibatches divide."""
+    """Ends the program with exit status 2 unless the run is at least a rollout long, which minibatches divide."""
     if args.total_timesteps < steps:
         fail("total_timesteps", args.total_timesteps, f"must be at least a rollout of {steps}")
     if steps % args.num_minibatches or steps < 2 * args.num_minibatches:
@@ -446,7 +446,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -582,7 +582,7 @@ def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tens
 
 # ---- Agent ----
 class ContinuousPPOAgent(nn.Module):
-    """The networks, their optimiser, and the update on them."""
+    """The networks, their optimiser, and the update on them; a loss is a function of what it is differentiated by."""
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         super().__init__()
@@ -657,7 +657,7 @@ class ContinuousPPOAgent(nn.Module):
         return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it."""
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it."""
         args, advantage = self.args, batch["advantage"]
         log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
         log_ratio = log_prob - batch["log_prob"]
@@ -676,11 +676,6 @@ class ContinuousPPOAgent(nn.Module):
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
-
-    def update(self, rows: torch.Tensor) -> None:
-        """One step of the optimiser on these rows of the batch."""
-        self.minibatch.copy_(rows)
-        self.learn()
 
     def learn(self) -> None:
         """One step of the optimiser on the rows that `minibatch` names."""
@@ -701,7 +696,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
     envs = make_environments(args)
@@ -746,7 +741,8 @@ def main(args: Args) -> None:
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):
-                        agent.update(rows)
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

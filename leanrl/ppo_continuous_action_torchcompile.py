@@ -54,8 +54,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -89,9 +89,9 @@ class Args:
 
     num_steps: Count = 2048
     """steps of each environment in a rollout"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction = 0.95
     """λ of the generalised advantage estimates"""
     learning_rate: Positive = 3e-4
     """learning rate of Adam"""
@@ -100,19 +100,19 @@ class Args:
     num_minibatches: Count = 32
     """minibatches into which an epoch divides a rollout"""
     update_epochs: Count = 10
-    """times that each transition of a rollout is used"""
+    """epochs over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     clip_coef: Positive = 0.2
-    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    """ε: the ratio of new to old probability is clipped to [1 - ε, 1 + ε]"""
     clip_vloss: bool = True
-    """clip the change of the value, too"""
-    ent_coef: NotNegative = 0.0
+    """clip the change of the value to ±clip_coef, too"""
+    ent_coef: NonNegative = 0.0
     """weight of the entropy in the loss"""
-    vf_coef: NotNegative = 0.5
+    vf_coef: NonNegative = 0.5
     """weight of the value loss"""
     max_grad_norm: Positive = 0.5
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
     target_kl: Positive | None = None
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
@@ -423,7 +423,7 @@ class Run:
 
 
 def check_rollout(args: Args, steps: int) -> None:
-    """Ends the program with exit status 2 unless the run is as long as a rollout, which minibatches divide."""
+    """Ends the program with exit status 2 unless the run is at least a rollout long, which minibatches divide."""
     if args.total_timesteps < steps:
         fail("total_timesteps", args.total_timesteps, f"must be at least a rollout of {steps}")
     if steps % args.num_minibatches or steps < 2 * args.num_minibatches:
@@ -453,7 +453,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -617,7 +617,7 @@ class Adam(nn.Module):
     def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
         super().__init__()
         self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
-        self.powers = nn.Buffer(like.new_ones(2))  # of the betas; a power of step would cost every element
+        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
         self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -640,7 +640,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledContinuousPPOAgent(nn.Module):
-    """The networks, their optimiser, and the update on them."""
+    """The networks, their optimiser, and the update on them; a loss is a function of what it is differentiated by."""
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device):
         super().__init__()
@@ -724,7 +724,7 @@ class CompiledContinuousPPOAgent(nn.Module):
         return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it."""
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it."""
         args, advantage = self.args, batch["advantage"]
         log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
         log_ratio = log_prob - batch["log_prob"]
@@ -744,11 +744,6 @@ class CompiledContinuousPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self, rows: torch.Tensor) -> None:
-        """One step of the optimiser on these rows of the batch."""
-        self.minibatch.copy_(rows)
-        self.learn()
-
     def learn(self) -> None:
         """One step of the optimiser on the rows that `minibatch` names."""
         batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
@@ -765,7 +760,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
     envs = make_environments(args)
@@ -780,8 +775,8 @@ def main(args: Args) -> None:
         # Compilation and capture: full graphs to prepare a rollout and to update
         steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:
-            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
-            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
+            # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
+            # The filter keeps guards on arguments named …_due, all that a run changes. reset: of runs before this one
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
@@ -828,7 +823,8 @@ def main(args: Args) -> None:
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs * args.num_steps, device=device)
                     for rows in order.chunk(args.num_minibatches):
-                        agent.update(rows)
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

@@ -63,8 +63,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 16
@@ -104,9 +104,9 @@ class Args:
     """hide the velocities that CartPole, Pendulum, Acrobot, MountainCar and HalfCheetah show"""
     num_steps: Count = 128
     """steps of each environment in a rollout"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    gae_lambda: Share = 0.95
+    gae_lambda: Fraction = 0.95
     """λ of the generalised advantage estimates"""
     learning_rate: Positive = 1e-3
     """learning rate of Adam"""
@@ -115,21 +115,21 @@ class Args:
     num_minibatches: Count = 4
     """minibatches into which an epoch divides a rollout"""
     update_epochs: Count = 4
-    """times that each transition of a rollout is used"""
+    """epochs over each rollout"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     norm_value: bool = True
     """have the critic learn returns less their mean, over their deviation, of the last rollouts"""
     clip_coef: Positive = 0.2
-    """how far from 1 the ratio of new to old probability may move an action's objective"""
+    """ε: the ratio of new to old probability is clipped to [1 - ε, 1 + ε]"""
     clip_vloss: bool = True
-    """clip the change of the value, too"""
-    ent_coef: NotNegative = 0.01
+    """clip the change of the value to ±clip_coef, too"""
+    ent_coef: NonNegative = 0.01
     """weight of the entropy in the loss"""
-    vf_coef: NotNegative = 0.5
+    vf_coef: NonNegative = 0.5
     """weight of the value loss"""
     max_grad_norm: Positive = 0.5
-    """norm to which longer gradients are cut"""
+    """norm at which the gradient is clipped"""
     target_kl: Positive | None = None
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
@@ -435,7 +435,7 @@ class Run:
 
 
 def check_rollout(args: Args, steps: int) -> None:
-    """Ends the program with exit status 2 unless the run is as long as a rollout, which minibatches divide."""
+    """Ends the program with exit status 2 unless the run is at least a rollout long, which minibatches divide."""
     if args.total_timesteps < steps:
         fail("total_timesteps", args.total_timesteps, f"must be at least a rollout of {steps}")
     if steps % args.num_minibatches or steps < 2 * args.num_minibatches:
@@ -541,7 +541,7 @@ class Environments:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
-        """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+        """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
         count = self.args.num_envs
         seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(count).tolist()
         if self.is_minigrid:
@@ -1340,7 +1340,7 @@ class MemoryPPOAgent(nn.Module):
         return *log_prob_and_entropy(policy, log_std, batch["action"]), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped surrogate objective (eq. 9) of a minibatch, and what is logged of it; means over valid rows."""
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
         args, valid = self.args, batch["valid"] > 0
         names = ("advantage", "return", "log_prob", "value")
         advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
@@ -1369,11 +1369,6 @@ class MemoryPPOAgent(nn.Module):
         logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
-    def update(self, chosen: torch.Tensor) -> None:
-        """One step of the optimiser on the steps of these environments."""
-        self.minibatch.copy_(chosen)
-        self.learn()
-
     def learn(self) -> None:
         """One step of the optimiser on the environments that `minibatch` names."""
         batch = {name: tensor[:, self.minibatch] for name, tensor in self.batch.items()}
@@ -1396,7 +1391,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
     envs = Environments(args)
@@ -1431,7 +1426,8 @@ def main(args: Args) -> None:
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs, device=device)
                     for chosen in order.chunk(args.num_minibatches):
-                        agent.update(chosen)
+                        agent.minibatch.copy_(chosen)
+                        agent.learn()
                         run.updates += 1
                     if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
                         break

@@ -61,8 +61,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -98,10 +98,10 @@ class Args:
     """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     save_replay: bool = False
     """keep the replay buffer in the checkpoint; without it a resumed run first collects --learning-starts steps anew"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    tau: Share = 0.005
-    """share of the new parameters in each update of the target networks"""
+    tau: Fraction = 0.005
+    """target smoothing coefficient τ: the weight of the new parameters; 1 copies them"""
     batch_size: Count = 256
     """transitions per update"""
     learning_starts: Natural = 5_000
@@ -111,10 +111,10 @@ class Args:
     q_lr: Positive = 1e-3
     """Adam's learning rate for the critics and for α"""
     policy_frequency: Count = 2
-    """updates between policy updates; SAC then makes as many of those, and TD3 moves its targets"""
+    """critic updates per policy update; SAC then makes that many in a row, and TD3 moves its targets"""
     target_network_frequency: Count = 1
     """environment steps between updates of the target networks"""
-    alpha: NotNegative = 0.2
+    alpha: NonNegative = 0.2
     """entropy temperature α when it is not tuned"""
     autotune: bool = True
     """tune α towards an entropy of minus the number of action dimensions"""
@@ -476,7 +476,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -569,8 +569,8 @@ class ReplayRing:
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
         frequency = getattr(args, "train_frequency", 1)
-        at_once = -(-frequency // args.num_envs) * args.num_envs  # that are staged between two uploads, at the most
-        self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
+        most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
+        self.rows, self.ahead = max(self.capacity, most_staged), 2 * most_staged
         # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
         truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
@@ -579,8 +579,8 @@ class ReplayRing:
 
         space, action_shape = env.observation_space, env.action_space.shape
         observation_dim = space.shape[0]
-        is_of_bytes = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
-        dtype = torch.uint8 if is_of_bytes else torch.float32
+        is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
+        dtype = torch.uint8 if is_uint8 else torch.float32
         self.fields = TensorDict(
             observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
             slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
@@ -593,7 +593,7 @@ class ReplayRing:
         # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
         # slots, the oldest that may be drawn, and how many there are
         self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
-        self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
+        self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
         observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
         self.bounds = integers.view(np.int32)[:, 3:]
@@ -719,7 +719,7 @@ class Adam(nn.Module):
     def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
         super().__init__()
         self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
-        self.powers = nn.Buffer(like.new_ones(2))  # of the betas; a power of step would cost every element
+        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
         self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
 
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -742,11 +742,11 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledSACAgent(nn.Module):
-    """Networks, their optimisers, and the updates on them."""
+    """Networks, their optimisers, and the updates on them; a loss is a function of what it is differentiated by."""
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.device, self.buffer = args, device, buffer
+        self.args, self.buffer = args, buffer
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
@@ -807,13 +807,13 @@ class CompiledSACAgent(nn.Module):
         return (q - target).square().mean(1).sum()
 
     def actor_loss(self, actor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """How far the policy is from the softmax of the smaller soft value (eq. 7)."""
+        """E[α log π - min Q]: the divergence from exp(min Q / α), but for a factor and a constant (eq. 7)."""
         action, log_prob = self.policy(actor, batch["observation"])
         q = self.q_values(self.critics, batch["observation"], action).min(0).values
         return (self.log_alpha.detach().exp() * log_prob - q).mean()
 
     def alpha_loss(self, log_alpha: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """How far the policy's entropy is from -action_dim (eq. 18)."""
+        """E[-α (log π - action_dim)], α's dual loss: α grows while the entropy is below -action_dim (eq. 18)."""
         with torch.no_grad():
             _, log_prob = self.policy(self.actor, batch["observation"])
         return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
@@ -859,7 +859,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
@@ -875,8 +875,8 @@ def main(args: Args) -> None:
         # Compilation: full graphs to act and to update; capture: one graph for each kind of update
         steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
-            # Eager's random numbers, so that all variants draw the same; no trials and checks that only take time. Of
-            # what guards look at, a run changes only arguments named …_due; steps that an earlier run compiled must go
+            # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
+            # The filter keeps guards on arguments named …_due, all that a run changes. reset: of runs before this one
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}

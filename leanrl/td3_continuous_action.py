@@ -7,8 +7,8 @@
 """Twin delayed deep deterministic policy gradient, TD3 (Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477).
 
 An off-policy method for continuous actions: a deterministic policy climbs the first of two critics; the critics learn
-from replayed transitions towards the smaller of their targets, at a target action blurred by clipped noise; the policy
-and all target networks move only at every second update.
+from replayed transitions towards the smaller of their targets, at a target action smoothed by clipped noise; the policy
+and all target networks move only at every second update, or as --policy-frequency says.
 `td3_continuous_action.py` is the eager reference; `td3_continuous_action_torchcompile.py` is the same at full speed.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v4 --seed 1
@@ -58,8 +58,8 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NotNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
-Share = Annotated[float, ("must lie in [0, 1]", 0, 1)]
+NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, in Atari scripts EnvPool's, with Ray either, with a memory also module:Id"""
+    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
     total_timesteps: Steps = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -95,10 +95,10 @@ class Args:
     """capacity of the replay buffer, in transitions; a short run allocates no more than it can fill"""
     save_replay: bool = False
     """keep the replay buffer in the checkpoint; without it a resumed run first collects --learning-starts steps anew"""
-    gamma: Share = 0.99
+    gamma: Fraction = 0.99
     """discount factor, per step"""
-    tau: Share = 0.005
-    """share of the new parameters in each update of the target networks"""
+    tau: Fraction = 0.005
+    """target smoothing coefficient τ: the weight of the new parameters; 1 copies them"""
     batch_size: Count = 256
     """transitions per update"""
     learning_starts: Natural = 25_000
@@ -106,12 +106,12 @@ class Args:
     learning_rate: Positive = 3e-4
     """learning rate of Adam"""
     policy_frequency: Count = 2
-    """updates between policy updates; SAC then makes as many of those, and TD3 moves its targets"""
-    policy_noise: NotNegative = 0.2
+    """critic updates per policy update; SAC then makes that many in a row, and TD3 moves its targets"""
+    policy_noise: NonNegative = 0.2
     """standard deviation of the noise on the target policy's actions, as a share of half the action range"""
-    noise_clip: NotNegative = 0.5
+    noise_clip: NonNegative = 0.5
     """limit of that noise, as a share of half the action range"""
-    exploration_noise: NotNegative = 0.1
+    exploration_noise: NonNegative = 0.1
     """standard deviation of the exploration noise, as a share of half the action range"""
 
 
@@ -466,7 +466,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes, with seeds that no other run, environment or run resumed at another step has."""
+    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -548,8 +548,8 @@ class ReplayRing:
         self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
         self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
         frequency = getattr(args, "train_frequency", 1)
-        at_once = -(-frequency // args.num_envs) * args.num_envs  # that are staged between two uploads, at the most
-        self.rows, self.ahead = max(self.capacity, at_once), 2 * at_once
+        most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
+        self.rows, self.ahead = max(self.capacity, most_staged), 2 * most_staged
         # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
         truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
@@ -558,8 +558,8 @@ class ReplayRing:
 
         space, action_shape = env.observation_space, env.action_space.shape
         observation_dim = space.shape[0]
-        is_of_bytes = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
-        dtype = torch.uint8 if is_of_bytes else torch.float32
+        is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
+        dtype = torch.uint8 if is_uint8 else torch.float32
         self.fields = TensorDict(
             observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
             slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
@@ -572,7 +572,7 @@ class ReplayRing:
         # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
         # slots, the oldest that may be drawn, and how many there are
         self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
-        self.staged, self.incoming = mirrored(at_once, sum(self.widths), device=device)
+        self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
         observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
         self.bounds = integers.view(np.int32)[:, 3:]
@@ -670,11 +670,11 @@ class ReplayRing:
 
 # ---- Agent ----
 class TD3Agent(nn.Module):
-    """Networks, their optimisers, and the updates on them."""
+    """Networks, their optimisers, and the updates on them; a loss is a function of what it is differentiated by."""
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.device, self.buffer = args, device, buffer
+        self.args, self.buffer = args, buffer
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (self.low, self.high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
@@ -778,7 +778,7 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_environments(args)
     check_continuous_spaces(envs[0])

@@ -379,8 +379,10 @@ def test_an_update_phase_is_the_same_in_both_versions(is_compiled, arguments):
     compiled.learn, kl = compile_as_main_does(compiled.learn) if is_compiled else compiled.learn, []
     for _ in range(2):
         for rows in torch.randperm(24).chunk(3):
-            eager.update(rows)
-            compiled.update(rows)
+            eager.minibatch.copy_(rows)
+            eager.learn()
+            compiled.minibatch.copy_(rows)
+            compiled.learn()
             assert_same(compiled.network, flat(eager.network))
             compiled.network.copy_(flat(eager.network))  # else a unit near 0 may once be on in one of them alone
         for name, loss in eager.losses.items():

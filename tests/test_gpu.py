@@ -362,7 +362,8 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
             torch.testing.assert_close(tensor, plain.batch[name], rtol=1e-3, atol=1e-4)
         for chosen in torch.randperm(plain.args.num_envs).chunk(plain.args.num_minibatches):
             captured.minibatch.copy_(chosen)
-            plain.update(chosen)
+            plain.minibatch.copy_(chosen)
+            plain.learn()
             steps[1]()
         difference = (captured.network - plain.network).abs()
         assert difference.max() < 2e-4 and (difference > 1e-5).float().mean() < 1e-2

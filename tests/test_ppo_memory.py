@@ -676,8 +676,10 @@ def assert_same_phase(eager, compiled, envs):
     assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
     epochs, kl = [torch.randperm(args.num_envs) for _ in range(args.update_epochs)], []
     for n, chosen in enumerate(torch.cat(epochs).view(-1, len(compiled.minibatch)), 1):
-        eager.update(chosen)
-        compiled.update(chosen)
+        eager.minibatch.copy_(chosen)
+        eager.learn()
+        compiled.minibatch.copy_(chosen)
+        compiled.learn()
         for agent in (eager, compiled) if n == 1 else ():  # this one has seen the policy that acted
             assert agent.losses["approx_kl"].abs() < 1e-6 and agent.losses["clip_fraction"] == 0
         if n % args.num_minibatches == 0:
