@@ -149,11 +149,11 @@ class Model:
 
     def between_resets(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
         """PyTorch's own loops also where the script's are the faster ones."""
-        shortest, memory.SHORTEST = memory.SHORTEST, 0
+        shortest, memory.MIN_MEAN_LENGTH = memory.MIN_MEAN_LENGTH, 0
         try:
             return self.scan(given, reset)
         finally:
-            memory.SHORTEST = shortest
+            memory.MIN_MEAN_LENGTH = shortest
 
     def loop(self, given: Given, reset: torch.Tensor) -> torch.Tensor:
         if self.cell is None:

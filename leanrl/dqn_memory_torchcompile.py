@@ -7,9 +7,9 @@
 """DQN with a memory, for tasks whose observations do not tell all (Mnih et al. 2015, Kapturowski et al. 2019).
 
 A sequence model runs over the consecutive episodes of each environment, its state zero where one begins. Replayed are
-slices of consecutive rows that may cross the ends of episodes: no padding. Each is learned from the state that the
-memory had before it when it was seen, or from zero, in both cases brought up to date over its first --burn-in rows
-(R2D2's section 3); episodes longer than a slice need the former. Targets are those of double DQN.
+slices of consecutive rows that may cross the ends of episodes: no padding. Their recurrent state starts as stored when
+acting, or as zero, and is burned in over the first --burn-in rows, without gradients (R2D2, section 3); a memory longer
+than a slice needs the stored one. Targets are those of double DQN.
 `dqn_memory.py` is the eager reference, to be read first; `dqn_memory_torchcompile.py` is the same at full speed.
 
     python leanrl/dqn_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
@@ -105,7 +105,7 @@ class Args:
     hide_velocities: bool = False
     """hide the velocities that CartPole, Pendulum, Acrobot, MountainCar and HalfCheetah show"""
     start_state: Literal["stored", "zero"] = "stored"
-    """state from which a slice is run: the one that the memory had before it when it was seen, or zero"""
+    """recurrent state at the start of a slice: as stored when acting, or zero (R2D2's two ways)"""
     slice_length: Count = 64
     """consecutive rows of a slice; a row is a step, or the reset after an episode's end"""
     burn_in: Natural = 0
@@ -591,8 +591,8 @@ class Environments:
             self.envs = make_vector(self.args, [seed // 2 for seed in seeds])  # EnvPool's are of 31 bits
             observation, _ = self.envs.reset()
         else:
-            has_many = isinstance(self.envs, gym.vector.SyncVectorEnv)
-            observation, _ = self.envs.reset(seed=seeds if has_many else seeds[0])
+            takes_seeds = isinstance(self.envs, gym.vector.SyncVectorEnv)
+            observation, _ = self.envs.reset(seed=seeds if takes_seeds else seeds[0])
         self.valid, self.is_first = np.ones(count, bool), np.ones(count, bool)
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
@@ -647,7 +647,7 @@ def unbind(parts: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[list[
 
 
 def stack(numbers: list[list[torch.Tensor]], dim: int, reverse: bool) -> list[torch.Tensor]:
-    """The reverse of `unbind`."""
+    """The inverse of `unbind`."""
     return [torch.stack(part[::-1] if reverse else part, dim) for part in zip(*numbers, strict=True)]
 
 
@@ -692,13 +692,13 @@ def jit(function):
 
 
 @jit
-def after(a, b, c, d):
+def combine(a, b, c, d):
     """The steps h -> a · h + b and then h -> c · h + d, as one."""
     return c * a, c * b + d
 
 
 @jit
-def complex_after(a, ai, b, bi, c, ci, d, di):
+def complex_combine(a, ai, b, bi, c, ci, d, di):
     return c * a - ci * ai, c * ai + ci * a, c * b - ci * bi + d, c * bi + ci * b + di
 
 
@@ -717,12 +717,12 @@ def scan_tiles(a, ai, b, bi, h0, h0i, h, hi, T, N, REVERSE: tl.constexpr, ROWS: 
         x, y = tl.load(a + at, inside, other=0), tl.load(b + at, inside, other=0)
         if ai is not None:
             xi, yi = tl.load(ai + at, inside, other=0), tl.load(bi + at, inside, other=0)
-            x, xi, y, yi = tl.associative_scan((x, xi, y, yi), 0, complex_after)
+            x, xi, y, yi = tl.associative_scan((x, xi, y, yi), 0, complex_combine)
             y, yi = x * state - xi * state_i + y, x * state_i + xi * state + yi
             tl.store(hi + at, yi, inside)
             state_i = tl.sum(tl.where(tile == ROWS - 1, yi, 0), 0, keep_dims=True)
         else:
-            x, y = tl.associative_scan((x, y), 0, after)
+            x, y = tl.associative_scan((x, y), 0, combine)
             y = x * state + y
         tl.store(h + at, y, inside)
         state = tl.sum(tl.where(tile == ROWS - 1, y, 0), 0, keep_dims=True)
@@ -787,7 +787,10 @@ def conjugate(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 class LinearRecurrence(torch.autograd.Function):
-    """`linear_recurrence`; its derivative is the recurrence run the other way, so that memory grows as T, no faster."""
+    """`linear_recurrence`; its backward is the same scan the other way, so that memory grows as T, no faster.
+
+    With ā the conjugate of a: g_b[t] = g_h[t] + ā[t + 1] g_b[t + 1], g_a[t] = g_b[t] h̄[t - 1], g_h0 = ā[0] g_b[0].
+    """
 
     generate_vmap_rule = True
 
@@ -959,14 +962,14 @@ class LSTMLoop(torch.autograd.Function):
         return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
 
 
-SHORTEST = 5  # steps on average; of shorter stretches the calls of PyTorch's own loops, one each, cost too much
+MIN_MEAN_LENGTH = 5  # of a stretch, in steps; of shorter ones the calls of PyTorch's own loops, one each, cost too much
 
 
 def stretches(reset: torch.Tensor) -> list[tuple[int, int]] | None:
-    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
-    PyTorch's own loops over time can run. None where they are short."""
+    """(start, end) of stretches of steps in which episodes begin at the first step only, so that PyTorch's own loops
+    can run them; from resets, [T, B]. None if they are short on average."""
     begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
-    are_short = begins and SHORTEST * (len(begins) + 1) > len(reset)
+    are_short = begins and MIN_MEAN_LENGTH * (len(begins) + 1) > len(reset)
     return None if are_short else list(itertools.pairwise([0, *begins, len(reset)]))
 
 
@@ -986,7 +989,7 @@ class Cell(nn.Module):
 
 
 def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
-    """A state, or its factors, but zero where an episode begins; [..., S], [...] -> [..., S], S of any dimensions."""
+    """A state, or factors of one, zeroed where an episode begins; [..., *S], [...] -> [..., *S]."""
     return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
 
 
@@ -1028,7 +1031,7 @@ class FrameStack(Cell):
 
 
 class GRU(Cell):
-    """Gated recurrent unit (Cho et al. 2014)."""
+    """Gated recurrent unit (Cho et al. 2014), as cuDNN has it: the reset gate multiplies U h + b, not h."""
 
     is_looped = False  # if True, never PyTorch's own loops: compilers and captures can't look where episodes begin
 
@@ -1055,7 +1058,7 @@ class GRU(Cell):
 
 
 class LSTM(Cell):
-    """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
+    """Long short-term memory (Hochreiter and Schmidhuber 1997, Gers et al. 2000); state: h and c, [B, 2, size]."""
 
     is_looped = False  # as GRU's
 
@@ -1083,19 +1086,19 @@ class LSTM(Cell):
 
 
 class LinearCell(Cell):
-    """A cell whose state is a linear recurrence: `enter` gives its factors and inputs, `leave` what is read from it."""
+    """A cell of linear recurrences: coefficients(x) are a and b of h[t] = a[t] h[t - 1] + b[t], readout(h, x) is y."""
 
     parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
 
     def step(self, x, state, reset):
-        a, b = self.enter(x)
+        a, b = self.coefficients(x)
         state = torch.cat(advance(*(number.chunk(self.parts, -1) for number in (a, b, after_reset(state, reset)))), -1)
-        return self.leave(state, x), state
+        return self.readout(state, x), state
 
     def forward(self, x, state, reset):
-        a, b = self.enter(x)
+        a, b = self.coefficients(x)
         states = linear_recurrence(after_reset(a.expand_as(b), reset), b, state, self.parts)
-        return self.leave(states, x), states[-1]
+        return self.readout(states, x), states[-1]
 
 
 class MinGRU(LinearCell):
@@ -1112,18 +1115,18 @@ class MinGRU(LinearCell):
         self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
         nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
 
-    def enter(self, x):
+    def coefficients(self, x):
         gate = torch.sigmoid(self.gate(x))
         return 1 - gate, gate * self.candidate(x)
 
-    def leave(self, state, x):
+    def readout(self, state, x):
         return state
 
 
 class LRU(LinearCell):
-    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex factors below 1, and inputs scaled to them.
+    """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
-    Unlike there the scale stays that of the decay; times are at most 1,000 steps, and begin evenly by magnitude.
+    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, no parameter as there. Time constants begin log-uniform.
     """
 
     def __init__(self, size: int):
@@ -1134,32 +1137,35 @@ class LRU(LinearCell):
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
-    def enter(self, x):
+    def coefficients(self, x):
         modulus = (math.log(0.999) - self.log_decay.exp()).exp()
         factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
         return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
 
-    def leave(self, state, x):
+    def readout(self, state, x):
         y = self.output(state) + self.skip * x
         return x + F.glu(self.glu(F.gelu(y)), -1)
 
 
 class S5(LinearCell):
-    """Simplified state space layer (Smith et al. 2023): HiPPO's eigenvalues, discretised by zero-order hold."""
+    """Simplified state space layer (Smith et al. 2023): h[t] = exp(ΛΔ) h[t - 1] + Λ⁻¹ (exp(ΛΔ) - 1) B x[t].
+
+    Λ begins as the eigenvalues of HiPPO-N; each has a step size Δ of its own.
+    """
 
     def __init__(self, size: int):
         super().__init__()
         self.state_shape = (2 * size,)
         n = np.sqrt(1 + 2 * np.arange(2 * size))
         skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
-        frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
+        frequency = np.linalg.eigvalsh(-1j * skew)[size:]  # of each conjugate pair, one
         self.log_decay = nn.Parameter(torch.full((size,), math.log(0.5)))
         self.frequency = nn.Parameter(torch.as_tensor(frequency, dtype=torch.float32))
         self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
-    def enter(self, x):
+    def coefficients(self, x):
         step, decay = self.log_step.exp(), self.log_decay.exp()
         modulus, angle = (-decay * step).exp(), self.frequency * step
         real, imaginary = modulus * angle.cos(), modulus * angle.sin()
@@ -1167,11 +1173,14 @@ class S5(LinearCell):
         gain = times([real - 1, imaginary], inverse)  # over the eigenvalue
         return torch.cat([real, imaginary]), torch.cat(times(gain, self.input(x).chunk(2, -1)), -1)
 
-    leave = LRU.leave
+    readout = LRU.readout
 
 
 class FFM(LinearCell):
-    """Fast and forgetful memory (Morad et al. 2023): traces with decays and frequencies of their own, gated."""
+    """Fast and forgetful memory (Morad et al. 2023): S[t] = exp(-|α| + iω) S[t - 1] + x[t], gated before and after.
+
+    α and ω are learned, as there, but begin at logarithmic spacing, not linear.
+    """
 
     traces, contexts, horizon = 32, 4, 1024
 
@@ -1185,13 +1194,13 @@ class FFM(LinearCell):
         self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
 
-    def enter(self, x):
+    def coefficients(self, x):
         modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
         phase = self.frequency.repeat(self.traces)
         b = (self.input(x) * torch.sigmoid(self.input_gate(x))).repeat_interleave(self.contexts, -1)
         return torch.cat([modulus * phase.cos(), modulus * phase.sin()]), torch.cat([b, torch.zeros_like(b)], -1)
 
-    def leave(self, state, x):
+    def readout(self, state, x):
         gate = torch.sigmoid(self.output_gate(x))
         return self.norm(self.mix(state) * gate) + self.skip(x) * (1 - gate)
 
@@ -1217,7 +1226,7 @@ class RecurrentQNetwork(nn.Module):
     def __init__(self, inputs: int, actions: int, cell: Cell, size: int):
         super().__init__()
         gain = math.sqrt(2)
-        layers = [orthogonal(nn.Linear(width, size), gain) for width in (inputs, size)]  # linear cells gate nothing
+        layers = [orthogonal(nn.Linear(width, size), gain) for width in (inputs, size)]  # two: linear states can't gate
         self.encoder = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU())
         self.cell = cell
         hidden = nn.Sequential(orthogonal(nn.Linear(size, size), gain), nn.Tanh())
@@ -1378,7 +1387,7 @@ class CompiledMemoryDQNAgent(nn.Module):
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
-        self.args, self.device = args, device
+        self.args = args
         inputs, cell = envs.inputs.shape[1], CELLS[args.cell](args.hidden_size)
         cell.is_looped = True
         self.q_module = FlatModule(RecurrentQNetwork(inputs, envs.action_dim, cell, args.hidden_size))

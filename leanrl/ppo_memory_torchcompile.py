@@ -121,7 +121,7 @@ class Args:
     norm_adv: bool = True
     """normalise the advantages of each minibatch"""
     norm_value: bool = True
-    """have the critic learn returns less their mean, over their deviation, of the last rollouts"""
+    """normalise the critic's targets by a running mean and standard deviation of the returns"""
     clip_coef: Positive = 0.2
     """ε: the ratio of new to old probability is clipped to [1 - ε, 1 + ε]"""
     clip_vloss: bool = True
@@ -555,8 +555,8 @@ class Environments:
             self.envs = make_vector(self.args, [seed // 2 for seed in seeds])  # EnvPool's are of 31 bits
             observation, _ = self.envs.reset()
         else:
-            has_many = isinstance(self.envs, gym.vector.SyncVectorEnv)
-            observation, _ = self.envs.reset(seed=seeds if has_many else seeds[0])
+            takes_seeds = isinstance(self.envs, gym.vector.SyncVectorEnv)
+            observation, _ = self.envs.reset(seed=seeds if takes_seeds else seeds[0])
         self.valid, self.is_first = np.ones(count, bool), np.ones(count, bool)
         self.previous = np.zeros((count, self.action_dim), np.float32)
         self.see(observation)
@@ -611,7 +611,7 @@ def unbind(parts: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[list[
 
 
 def stack(numbers: list[list[torch.Tensor]], dim: int, reverse: bool) -> list[torch.Tensor]:
-    """The reverse of `unbind`."""
+    """The inverse of `unbind`."""
     return [torch.stack(part[::-1] if reverse else part, dim) for part in zip(*numbers, strict=True)]
 
 
@@ -656,13 +656,13 @@ def jit(function):
 
 
 @jit
-def after(a, b, c, d):
+def combine(a, b, c, d):
     """The steps h -> a · h + b and then h -> c · h + d, as one."""
     return c * a, c * b + d
 
 
 @jit
-def complex_after(a, ai, b, bi, c, ci, d, di):
+def complex_combine(a, ai, b, bi, c, ci, d, di):
     return c * a - ci * ai, c * ai + ci * a, c * b - ci * bi + d, c * bi + ci * b + di
 
 
@@ -681,12 +681,12 @@ def scan_tiles(a, ai, b, bi, h0, h0i, h, hi, T, N, REVERSE: tl.constexpr, ROWS: 
         x, y = tl.load(a + at, inside, other=0), tl.load(b + at, inside, other=0)
         if ai is not None:
             xi, yi = tl.load(ai + at, inside, other=0), tl.load(bi + at, inside, other=0)
-            x, xi, y, yi = tl.associative_scan((x, xi, y, yi), 0, complex_after)
+            x, xi, y, yi = tl.associative_scan((x, xi, y, yi), 0, complex_combine)
             y, yi = x * state - xi * state_i + y, x * state_i + xi * state + yi
             tl.store(hi + at, yi, inside)
             state_i = tl.sum(tl.where(tile == ROWS - 1, yi, 0), 0, keep_dims=True)
         else:
-            x, y = tl.associative_scan((x, y), 0, after)
+            x, y = tl.associative_scan((x, y), 0, combine)
             y = x * state + y
         tl.store(h + at, y, inside)
         state = tl.sum(tl.where(tile == ROWS - 1, y, 0), 0, keep_dims=True)
@@ -751,7 +751,10 @@ def conjugate(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 class LinearRecurrence(torch.autograd.Function):
-    """`linear_recurrence`; its derivative is the recurrence run the other way, so that memory grows as T, no faster."""
+    """`linear_recurrence`; its backward is the same scan the other way, so that memory grows as T, no faster.
+
+    With ā the conjugate of a: g_b[t] = g_h[t] + ā[t + 1] g_b[t + 1], g_a[t] = g_b[t] h̄[t - 1], g_h0 = ā[0] g_b[0].
+    """
 
     generate_vmap_rule = True
 
@@ -923,14 +926,14 @@ class LSTMLoop(torch.autograd.Function):
         return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
 
 
-SHORTEST = 5  # steps on average; of shorter stretches the calls of PyTorch's own loops, one each, cost too much
+MIN_MEAN_LENGTH = 5  # of a stretch, in steps; of shorter ones the calls of PyTorch's own loops, one each, cost too much
 
 
 def stretches(reset: torch.Tensor) -> list[tuple[int, int]] | None:
-    """Where the stretches of steps, [T, B], begin and end of which only the first may begin an episode: within them
-    PyTorch's own loops over time can run. None where they are short."""
+    """(start, end) of stretches of steps in which episodes begin at the first step only, so that PyTorch's own loops
+    can run them; from resets, [T, B]. None if they are short on average."""
     begins = (reset[1:].any(1).nonzero().flatten() + 1).tolist()
-    are_short = begins and SHORTEST * (len(begins) + 1) > len(reset)
+    are_short = begins and MIN_MEAN_LENGTH * (len(begins) + 1) > len(reset)
     return None if are_short else list(itertools.pairwise([0, *begins, len(reset)]))
 
 
@@ -950,7 +953,7 @@ class Cell(nn.Module):
 
 
 def after_reset(state: torch.Tensor, reset: torch.Tensor) -> torch.Tensor:
-    """A state, or its factors, but zero where an episode begins; [..., S], [...] -> [..., S], S of any dimensions."""
+    """A state, or factors of one, zeroed where an episode begins; [..., *S], [...] -> [..., *S]."""
     return state * (1 - reset).view(*reset.shape, *[1] * (state.ndim - reset.ndim))
 
 
@@ -992,7 +995,7 @@ class FrameStack(Cell):
 
 
 class GRU(Cell):
-    """Gated recurrent unit (Cho et al. 2014)."""
+    """Gated recurrent unit (Cho et al. 2014), as cuDNN has it: the reset gate multiplies U h + b, not h."""
 
     is_looped = False  # if True, never PyTorch's own loops: compilers and captures can't look where episodes begin
 
@@ -1019,7 +1022,7 @@ class GRU(Cell):
 
 
 class LSTM(Cell):
-    """Long short-term memory (Hochreiter and Schmidhuber 1997); its state is the output and the cell, [B, 2, size]."""
+    """Long short-term memory (Hochreiter and Schmidhuber 1997, Gers et al. 2000); state: h and c, [B, 2, size]."""
 
     is_looped = False  # as GRU's
 
@@ -1047,19 +1050,19 @@ class LSTM(Cell):
 
 
 class LinearCell(Cell):
-    """A cell whose state is a linear recurrence: `enter` gives its factors and inputs, `leave` what is read from it."""
+    """A cell of linear recurrences: coefficients(x) are a and b of h[t] = a[t] h[t - 1] + b[t], readout(h, x) is y."""
 
     parts = 2  # of its numbers: complex ones have their real and imaginary parts side by side
 
     def step(self, x, state, reset):
-        a, b = self.enter(x)
+        a, b = self.coefficients(x)
         state = torch.cat(advance(*(number.chunk(self.parts, -1) for number in (a, b, after_reset(state, reset)))), -1)
-        return self.leave(state, x), state
+        return self.readout(state, x), state
 
     def forward(self, x, state, reset):
-        a, b = self.enter(x)
+        a, b = self.coefficients(x)
         states = linear_recurrence(after_reset(a.expand_as(b), reset), b, state, self.parts)
-        return self.leave(states, x), states[-1]
+        return self.readout(states, x), states[-1]
 
 
 class MinGRU(LinearCell):
@@ -1076,18 +1079,18 @@ class MinGRU(LinearCell):
         self.gate, self.candidate = nn.Linear(size, size), nn.Linear(size, size)
         nn.init.uniform_(self.gate.bias, -math.log(1000), 0)
 
-    def enter(self, x):
+    def coefficients(self, x):
         gate = torch.sigmoid(self.gate(x))
         return 1 - gate, gate * self.candidate(x)
 
-    def leave(self, state, x):
+    def readout(self, state, x):
         return state
 
 
 class LRU(LinearCell):
-    """Linear recurrent unit (Orvieto et al. 2023, section 3): complex factors below 1, and inputs scaled to them.
+    """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
-    Unlike there the scale stays that of the decay; times are at most 1,000 steps, and begin evenly by magnitude.
+    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, no parameter as there. Time constants begin log-uniform.
     """
 
     def __init__(self, size: int):
@@ -1098,32 +1101,35 @@ class LRU(LinearCell):
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
-    def enter(self, x):
+    def coefficients(self, x):
         modulus = (math.log(0.999) - self.log_decay.exp()).exp()
         factor = torch.cat([modulus * self.phase.cos(), modulus * self.phase.sin()])
         return factor, (1 - modulus.square()).sqrt().repeat(2) * self.input(x)
 
-    def leave(self, state, x):
+    def readout(self, state, x):
         y = self.output(state) + self.skip * x
         return x + F.glu(self.glu(F.gelu(y)), -1)
 
 
 class S5(LinearCell):
-    """Simplified state space layer (Smith et al. 2023): HiPPO's eigenvalues, discretised by zero-order hold."""
+    """Simplified state space layer (Smith et al. 2023): h[t] = exp(ΛΔ) h[t - 1] + Λ⁻¹ (exp(ΛΔ) - 1) B x[t].
+
+    Λ begins as the eigenvalues of HiPPO-N; each has a step size Δ of its own.
+    """
 
     def __init__(self, size: int):
         super().__init__()
         self.state_shape = (2 * size,)
         n = np.sqrt(1 + 2 * np.arange(2 * size))
         skew = -0.5 * np.tril(np.outer(n, n), -1) + 0.5 * np.triu(np.outer(n, n), 1)  # the normal part of HiPPO-LegS
-        frequency = np.sort(np.linalg.eigvalsh(-1j * skew))[size:]  # of each conjugate pair, one
+        frequency = np.linalg.eigvalsh(-1j * skew)[size:]  # of each conjugate pair, one
         self.log_decay = nn.Parameter(torch.full((size,), math.log(0.5)))
         self.frequency = nn.Parameter(torch.as_tensor(frequency, dtype=torch.float32))
         self.log_step = nn.Parameter(torch.rand(size) * math.log(0.1 / 0.001) + math.log(0.001))
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 
-    def enter(self, x):
+    def coefficients(self, x):
         step, decay = self.log_step.exp(), self.log_decay.exp()
         modulus, angle = (-decay * step).exp(), self.frequency * step
         real, imaginary = modulus * angle.cos(), modulus * angle.sin()
@@ -1131,11 +1137,14 @@ class S5(LinearCell):
         gain = times([real - 1, imaginary], inverse)  # over the eigenvalue
         return torch.cat([real, imaginary]), torch.cat(times(gain, self.input(x).chunk(2, -1)), -1)
 
-    leave = LRU.leave
+    readout = LRU.readout
 
 
 class FFM(LinearCell):
-    """Fast and forgetful memory (Morad et al. 2023): traces with decays and frequencies of their own, gated."""
+    """Fast and forgetful memory (Morad et al. 2023): S[t] = exp(-|α| + iω) S[t - 1] + x[t], gated before and after.
+
+    α and ω are learned, as there, but begin at logarithmic spacing, not linear.
+    """
 
     traces, contexts, horizon = 32, 4, 1024
 
@@ -1149,13 +1158,13 @@ class FFM(LinearCell):
         self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
 
-    def enter(self, x):
+    def coefficients(self, x):
         modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
         phase = self.frequency.repeat(self.traces)
         b = (self.input(x) * torch.sigmoid(self.input_gate(x))).repeat_interleave(self.contexts, -1)
         return torch.cat([modulus * phase.cos(), modulus * phase.sin()]), torch.cat([b, torch.zeros_like(b)], -1)
 
-    def leave(self, state, x):
+    def readout(self, state, x):
         gate = torch.sigmoid(self.output_gate(x))
         return self.norm(self.mix(state) * gate) + self.skip(x) * (1 - gate)
 
@@ -1181,9 +1190,7 @@ class RecurrentActorCritic(nn.Module):
     def __init__(self, inputs: int, outputs: int, is_discrete: bool, cell: Cell, size: int):
         super().__init__()
         gain = math.sqrt(2)
-        layers = [
-            orthogonal(nn.Linear(width, size), gain) for width in (inputs, size)
-        ]  # two: linear cells gate nothing
+        layers = [orthogonal(nn.Linear(width, size), gain) for width in (inputs, size)]  # two: linear states can't gate
         self.encoder = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU())
         self.cell = cell
         hidden = [nn.Sequential(orthogonal(nn.Linear(size, size), gain), nn.Tanh()) for _ in range(2)]
@@ -1203,9 +1210,9 @@ def gaussian_log_prob(mean: torch.Tensor, log_std: torch.Tensor, action: torch.T
 
 
 def sample(policy: torch.Tensor, log_std: torch.Tensor | None) -> torch.Tensor:
-    """Random actions by what the network says of them; [N, outputs], [outputs] or None -> [N] or [N, A]."""
+    """Samples actions: Gumbel-max of logits, or a Gaussian; [N, outputs], [outputs] or None -> [N] or [N, A]."""
     if log_std is None:
-        return (policy - torch.empty_like(policy).exponential_().log()).argmax(-1)  # Gumbel-max
+        return (policy - torch.empty_like(policy).exponential_().log()).argmax(-1)
     return policy + log_std.exp() * torch.randn_like(policy)
 
 
@@ -1301,11 +1308,11 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledMemoryPPOAgent(nn.Module):
-    """The network and its memory of every environment, its optimiser, and the update on it."""
+    """The network, the recurrent state of every environment, the optimiser, and the update."""
 
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
-        self.args, self.device = args, device
+        self.args = args
         shapes = {"input": envs.inputs.shape[1:], "action": envs.action_shape}
         names = ("reset", "reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
@@ -1329,11 +1336,11 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def return_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of returns: the critic's value is in the one, less the other."""
+        """Mean and standard deviation of returns, [] each; the critic's output v stands for mean + deviation · v."""
         mean, square = self.return_moments.unbind()
         return mean, (square - mean.square()).clamp(min=1e-4).sqrt()
 
-    def learn_scale(self, returns: torch.Tensor, valid: torch.Tensor) -> None:
+    def update_return_scale(self, returns: torch.Tensor, valid: torch.Tensor) -> None:
         """Follows the moments of the returns of rollouts (as Yu et al. 2022, section 5.1); [T, N], [T, N]."""
         if self.args.norm_value:
             powers = (torch.where(valid > 0, power, 0) for power in (returns, returns.square()))
@@ -1341,11 +1348,11 @@ class CompiledMemoryPPOAgent(nn.Module):
             self.return_moments.lerp_(moments, 0.1)
 
     def policy_and_value(self, network, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
-        """What the network says of consecutive steps; see there."""
+        """The network's outputs for consecutive steps, or for one; shapes as there."""
         return self.module(network, x, state, reset)
 
-    def look(self, envs: Environments) -> None:
-        """Sends the environments as they are now to the device."""
+    def upload_inputs(self, envs: Environments) -> None:
+        """Sends the environments' inputs, and where episodes begin, to the device."""
         for (host, seen), array in zip(self.seen, (envs.inputs, envs.is_first), strict=True):
             host.numpy()[:] = array
             seen.copy_(host, non_blocking=True)
@@ -1355,7 +1362,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         if t == 0:
             self.first_state.copy_(self.state)
         self.row.fill_(t)
-        self.look(envs)
+        self.upload_inputs(envs)
         self.choose()
         self.host_action.copy_(self.action)
         self.rollout.arrays["action"][t] = self.host_action.numpy()
@@ -1373,10 +1380,10 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.state.copy_(state)
 
     def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), a recurrence run backwards.
+        """Advantages by GAE (Schulman et al. 2016, eq. 16): A[t] = δ[t] + γλ (1 - done[t]) A[t + 1], backwards in t.
 
-        Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
-        in the row that only resets. A terminated one's is not used.
+        δ[t] = r[t] + γ (1 - terminated[t]) V[t + 1] - V[t], at a truncation, too: the row after an episode's end holds
+        its last observation, and is not valid.
         """
         args, rollout = self.args, self.rollout.tensors
         (_, x), (_, reset) = self.seen
@@ -1387,7 +1394,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         decay = args.gamma * args.gae_lambda * (1 - torch.maximum(rollout["terminated"], rollout["truncated"]))
         advantage = linear_recurrence(decay, error, torch.zeros_like(last_value), reverse=True)
-        self.learn_scale(advantage + value, rollout["valid"])
+        self.update_return_scale(advantage + value, rollout["valid"])
         mean, deviation = self.return_scale()
         self.batch["advantage"].copy_(advantage)
         self.batch["return"].copy_((advantage + value - mean) / deviation)
@@ -1501,7 +1508,7 @@ def main(args: Args) -> None:
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps:
                 agent.rollout.upload()
-                agent.look(envs)
+                agent.upload_inputs(envs)
                 agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs, device=device)

@@ -154,10 +154,11 @@ def assert_each_row_once_an_epoch(launch, monkeypatch, script, agent_class, rows
     """Each of the batch's rows, in an order that no other epoch has."""
     seen = []
 
-    def update(agent, chosen):
-        seen.append(chosen.clone())
+    def learn(agent, chosen=None):
+        seen.append((agent.minibatch if chosen is None else chosen).clone())
 
-    monkeypatch.setattr(getattr(importlib.import_module(script), agent_class), "update", update)
+    name = "update" if script.startswith("appo") else "learn"
+    monkeypatch.setattr(getattr(importlib.import_module(script), agent_class), name, learn)
     launch(script, *flags, "--num-minibatches", 4, "--update-epochs", 3, **environment)
     assert [len(chosen) for chosen in seen[:12]] == [rows // 4] * 12
     epochs = torch.cat(seen[:12]).view(3, rows)

@@ -203,20 +203,20 @@ def test_flags_in_their_other_position(play, script, flags):
 def test_the_learning_rate_falls_to_nearly_nothing(play, monkeypatch, script):
     """By the share of the steps that had been taken when a rollout began."""
     agent_class, used = getattr(importlib.import_module(script), CLASSES[script]), []
-    update, begun = agent_class.update, [0]
+    learn, begun = agent_class.learn, [0]
     prepare = agent_class.prepare
 
     def noting_prepare(agent):
         begun.append(Counting.steps)
         prepare(agent)
 
-    def noting_update(agent, *rows):
+    def noting_learn(agent):
         optimizer = agent.optimizer
         used.append(optimizer.lr.item() if script == COMPILED else optimizer.param_groups[0]["lr"])
-        update(agent, *rows)
+        learn(agent)
 
     monkeypatch.setattr(agent_class, "prepare", noting_prepare)
-    monkeypatch.setattr(agent_class, "update", noting_update)
+    monkeypatch.setattr(agent_class, "learn", noting_learn)
     run = play(script, "--num-envs", 2, "--learning-rate", 0.01, "--total-timesteps", 200)
     assert used == pytest.approx([rate for step in begun[:-1] for rate in [0.01 * (1 - step / 200)] * 4])
     assert used[0] == pytest.approx(0.01) and used[-1] < 0.0015 and len(used) > 40

@@ -195,7 +195,7 @@ def test_loops_are_pytorchs(name, steps, monkeypatch):
     """The loops with gradients of their own, which the compiler takes for operators, and PyTorch's between resets."""
     cell, x, state, reset = cell_and_inputs(name, steps)
     cotangents, results = (torch.randn_like(x), torch.randn(state.shape, dtype=torch.float64)), []
-    monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
+    monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
     assert ppo_memory.stretches(reset)
     for cell.is_looped in (False, True):
         inputs = [x.clone().requires_grad_(), state.clone().requires_grad_()]
@@ -220,7 +220,7 @@ def test_the_longest_memories_of_an_lru_go_on_learning():
     cell = CELLS["lru"](8).double()
     with torch.no_grad():
         cell.log_decay.copy_(torch.linspace(-9, 0, 8))
-    factor, _ = cell.enter(torch.randn(2, 8, dtype=torch.float64))
+    factor, _ = cell.coefficients(torch.randn(2, 8, dtype=torch.float64))
     modulus = torch.hypot(*factor.chunk(2))
     assert modulus[0] > 0.998 and (modulus <= 0.999).all() and modulus[-1] < 0.4
     modulus.sum().backward()

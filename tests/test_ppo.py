@@ -230,14 +230,14 @@ def test_each_rollout_has_noise_of_its_own(script):
 def test_the_learning_rate_falls_to_nearly_nothing(monkeypatch, tmp_path, script):
     """Of 5 rollouts: what the optimiser used, at the start, in the middle and at the end."""
     agent_class, used = getattr(importlib.import_module(script), CLASSES[script]), []
-    update = agent_class.update
+    learn = agent_class.learn
 
-    def noting_update(agent, *rows):
+    def noting_learn(agent):
         optimizer = agent.optimizer
         used.append(optimizer.lr.item() if script.endswith("compile") else optimizer.param_groups[0]["lr"])
-        update(agent, *rows)
+        learn(agent)
 
-    monkeypatch.setattr(agent_class, "update", noting_update)
+    monkeypatch.setattr(agent_class, "learn", noting_learn)
     sizes = {"num_steps": 4, "num_envs": 2, "total_timesteps": 45, "num_minibatches": 2, "update_epochs": 1}
     train(monkeypatch, tmp_path, script, env_id="ConstantReward", learning_rate=0.01, **sizes)
     assert used == pytest.approx([rate for n in range(5) for rate in [0.01 * (1 - n / 5)] * 2])
@@ -261,13 +261,13 @@ def test_target_kl_is_compared_after_each_epoch_with_its_last_minibatch(launch, 
         made.clear()
         prepare(agent)
 
-    def update(agent, *_):
+    def learn(agent):
         made.append(None)
         epoch, minibatch = divmod(len(made) - 1, 5)
         agent.losses["approx_kl"] = torch.tensor((epoch + 1) / 100 if minibatch == 4 else 1.0)
 
     monkeypatch.setattr(agent_class, "prepare", forgetting_prepare)
-    monkeypatch.setattr(agent_class, "update", update)
+    monkeypatch.setattr(agent_class, "learn", learn)
     flags = ["--num-steps", 10, "--num-envs", 2, "--total-timesteps", 60, "--num-minibatches", 5, "--update-epochs", 4]
     assert launch(script, *flags, "--target-kl", 0.015).summary["updates"] == 3 * 5 * 2  # rollouts, minibatches, epochs
 

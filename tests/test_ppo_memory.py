@@ -377,7 +377,7 @@ def play(agent, envs):
 
 def prepare(agent, envs, step=None):
     agent.rollout.upload()
-    agent.look(envs)
+    agent.upload_inputs(envs)
     (step or agent.prepare)()
 
 
@@ -794,7 +794,7 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
 
 def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version(monkeypatch):
     """Of the GRU, whose loop is one operator to the compiler, against PyTorch's own, and of continuous actions."""
-    monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
+    monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
     eager, compiled, envs = pair("gru", "Continuous", learning_rate=1e-3)
     compiled.learn = compile_as_main_does(compiled.learn, **{"cpp.use_decompose_tanh": True})
     assert_same_phases(eager, compiled, envs)
@@ -804,7 +804,7 @@ def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version(monkeypa
 def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch):
     """Its outputs, last state and gradients, compiled once with no reset to be seen, against PyTorch's own loops."""
     torch.manual_seed(0)
-    monkeypatch.setattr(ppo_memory, "SHORTEST", 0)
+    monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
     original = CELLS["lstm"](8)
     module = ppo_memory_torchcompile.FlatModule(ppo_memory_torchcompile.LSTM(8))
     module.module.is_looped = True
@@ -918,15 +918,15 @@ def test_minibatches_have_each_environment_once_an_epoch(launch, monkeypatch, sc
 def test_the_learning_rate_falls_to_nearly_nothing(launch, monkeypatch, script):
     """By the steps that were taken before a rollout, those that only reset not among them."""
     agent_class, used = getattr(importlib.import_module(script), CLASSES[script]), []
-    update = agent_class.update
+    learn = agent_class.learn
 
-    def noting_update(agent, *rows):
+    def noting_learn(agent):
         optimizer = agent.optimizer
         rate = optimizer.lr.item() if script.endswith("compile") else optimizer.param_groups[0]["lr"]
         used.append((rate, agent.rollout.arrays["valid"].sum()))
-        update(agent, *rows)
+        learn(agent)
 
-    monkeypatch.setattr(agent_class, "update", noting_update)
+    monkeypatch.setattr(agent_class, "learn", noting_learn)
     flags = flags_of(total_timesteps=200, learning_rate=0.01)
     run = launch(script, *flags, env_id="CounterDiscrete-v0")
     rollouts = used[::6]
@@ -960,13 +960,13 @@ def test_target_kl_is_compared_after_each_epoch_with_its_last_minibatch(launch, 
         rollouts.append(None)
         prepare(agent, *envs)
 
-    def update(agent, *_):
+    def learn(agent):
         made.append(None)
         epoch, minibatch = divmod(len(made) - 1, 2)
         agent.losses["approx_kl"] = torch.tensor((epoch + 1) / 100 if minibatch == 1 else 1.0)
 
     monkeypatch.setattr(agent_class, "prepare", noting_prepare)
-    monkeypatch.setattr(agent_class, "update", update)
+    monkeypatch.setattr(agent_class, "learn", learn)
     flags = flags_of(total_timesteps=100, target_kl=0.015)
     updates = launch(script, *flags, env_id="CounterDiscrete-v0").summary["updates"]
     assert updates == len(rollouts) * 2 * 2 > 0  # minibatches, epochs
