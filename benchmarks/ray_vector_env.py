@@ -12,8 +12,8 @@ A call costs the driver some hundred microseconds, whatever it carries. With one
 many steps a call, with actions that are given or that a policy function selects in the actor.
 
 `reset`, `step` and `close` are those of gymnasium.vector.SyncVectorEnv, seeds and infos included: N environments in A
-actors observe, earn and end just what they would in one process. They reset in the step after an episode's end, as is
-Gymnasium's default. benchmarks/ray_scaling.py measures what it costs. It needs Ray
+actors give the same observations, rewards and ends as in one process. They reset in the step after an episode's end, as
+is Gymnasium's default. benchmarks/ray_scaling.py measures what it costs. It needs Ray
 (requirements/requirements-ray.txt), which is imported only where it is used.
 """
 
@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -410,14 +409,11 @@ class RayVectorEnv(VectorEnv):
         if len(seed) != self.num_envs:
             raise ValueError(f"seed: {len(seed)} values for {self.num_envs} environments")
         options = None if options is None else dict(options)
-        mask = (
-            np.ones(self.num_envs, bool) if options is None else options.pop("reset_mask", np.ones(self.num_envs, bool))
-        )
-        if np.shape(mask) != (self.num_envs,) or not np.any(mask):
+        mask = np.asarray((options or {}).pop("reset_mask", np.ones(self.num_envs, bool)), bool)
+        if mask.shape != (self.num_envs,) or not mask.any():
             raise ValueError(f"options['reset_mask']: must have shape ({self.num_envs},) and a True")
-        if not np.all(mask):
+        if not mask.all():
             self._check_reset()
-        mask = np.asarray(mask, bool)
         calls = [actor.reset.remote(seed[own], mask[own], options) for actor, own in zip(self.actors, self.rows)]
         observations, infos = zip(*self._get(calls))
         self._is_reset = True
@@ -455,7 +451,7 @@ class RayVectorEnv(VectorEnv):
 
     # -- Many steps a call --
     def rollout(self, policy: Policy | np.ndarray, steps: int | None = None) -> Rollout:
-        """K steps of all environments in one call of each actor (lockstep); `send` says of what."""
+        """K steps of all environments in one call of each actor (lockstep); arguments as for `send`."""
         self._check("rollout")
         self.send(policy, steps)
         return self.receive()
@@ -580,10 +576,7 @@ class RayVectorEnv(VectorEnv):
         try:
             return ray.get(calls)
         except ray.exceptions.RayError as error:
-            self._fail(calls, error)
-
-    def _fail(self, calls: list, error: Exception) -> NoReturn:
-        number, cause, found = failure(calls, error)
+            number, cause, found = failure(calls, error)
         self.close(timeout=1)
         own = self.rows[number]
         one = own.stop == own.start + 1

@@ -14,8 +14,8 @@ clipped ratios of probabilities, for what its own policy would have done, and ma
     python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
 
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
-Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's flags:
---env-id Breakout-v5 --learning-rate 6e-4 --ent-coef 0.01.
+Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's
+learning rate and entropy (but Adam, and means for sums): --env-id Breakout-v5 --learning-rate 6e-4 --ent-coef 0.01.
 To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
@@ -102,7 +102,7 @@ class Args:
     actor_timeout: Count = 60
     """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
     forced_lag: Natural = 0
-    """versions of the weights that the actors' are kept behind the newest, to study what lag does"""
+    """versions by which the actors' weights are kept behind the newest, to study lag"""
     fragment_length: Count = 32
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: Count = 1
@@ -116,11 +116,11 @@ class Args:
     vtrace: bool = True
     """correct for the lag by V-trace; else learn as if the learner's own policy had acted"""
     rho_clip: NonNegative = 1.0
-    """most that a step's ratio of new to old probability counts (ρ̄ of V-trace)"""
+    """ρ̄: V-trace truncates the ratio of the learner's to the actor's probability of a step's action at it"""
     c_clip: NonNegative = 1.0
-    """most that such a ratio counts in the trace to steps before (c̄ of V-trace, which has it at most ρ̄)"""
+    """c̄: the same for the ratios in the trace, by which later errors reach back (at most ρ̄ in the paper)"""
     trace_lambda: Fraction = 1.0
-    """λ by which V-trace's trace to steps before is cut each step"""
+    """λ, by which the trace decays further: c = λ min(c̄, ratio) (remark 2 of the paper)"""
     ent_coef: NonNegative = 0.1
     """weight of the entropy in the loss"""
     vf_coef: NonNegative = 0.5
@@ -661,12 +661,12 @@ class Actor:
 
     def ready(self) -> int:
         """Which of this actor's lives it is; answered when its environments are made."""
-        os.nice(4)  # one that starts goes before those at work, so that a lost one is back soon
+        os.nice(4 * (self.version is None))  # one that starts goes before those at work: a lost one is back soon
         return self.incarnation
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
-        """A fragment made with these weights. Raises RunError if anything in it is no number."""
+        """A fragment made with these weights. Raises RunError if a number in it is not finite."""
         if version != self.version:
             own = (*self.network.parameters(), *self.network.buffers())
             for tensor, value in zip(own, weights, strict=True):
@@ -719,28 +719,28 @@ def ray_session(args: Args) -> Iterable[None]:
     import ray
 
     host, _, port = (args.ray_address or "").rpartition(":")
-    if "://" in host:
+    if "://" in (args.ray_address or ""):
         fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
     if port.isdecimal():  # where nobody answers, Ray would try for minutes
         try:
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         except (OSError, OverflowError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
     held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
-    options = {"address": args.ray_address} if args.ray_address else {"address": "local", "include_dashboard": False}
+    options = {"address": args.ray_address or "local"}
     if not args.ray_address:  # a CPU for each actor, that all may start however few there are
-        options |= {"num_cpus": max(os.cpu_count(), args.num_actors)}
+        options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count(), args.num_actors)}
     try:
-        with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):  # Ray sets its own
-            if is_own:
-                ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
-    except Exception as error:  # on a machine that is too busy Ray raises just that
-        if not held:
-            flag = "ray_address" if args.ray_address else "num_actors"
-            fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
-    try:
+        try:  # Ray sets handlers of its own
+            with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):
+                if is_own:
+                    ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
+        except Exception as error:  # on a machine that is too busy Ray raises just that
+            if not held:
+                flag = "ray_address" if args.ray_address else "num_actors"
+                fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
         if held:
             sys.exit(128 + held[0])
         yield
@@ -782,8 +782,8 @@ class Fleet:
     hangs or raises is replaced, which costs the fragments of its calls in flight, no more; only if no actor can go on
     does `take` raise RunError. Without Ray the one actor is called here, and its errors are the run's.
 
-    A fragment is as many versions old as are published while its actor makes two. All counts are of this process: a
-    resumed run's begin at 0.
+    A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
+    about (2 A - 1) / --batch-fragments. All counts are of this process: a resumed run's begin at 0.
     """
 
     def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
@@ -795,22 +795,19 @@ class Fleet:
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
-        self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds; a look at the actors adds few
+        self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds, as `wait` counts them
         self.head_failures = 0  # in a row
-        self.looked_at = time.monotonic()
 
     def __enter__(self):
-        self.started = time.monotonic()
+        self.looked_at = self.started = time.monotonic()
         if self.args.num_actors:
             import ray
 
             self.ray = ray
             host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
             self.head = (host.strip("[]"), port)
-            # A process that has died starts anew by itself; a call that it had, or gets until then, fails and is made
-            # anew by the learner alone, as a step can't be taken back
-            options = {"num_cpus": 1, "max_restarts": -1}
-            self.remote = ray.remote(**options)(Actor)
+            # Ray restarts a process that has died but repeats no call (max_task_retries=0): steps can't be taken back
+            self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
         else:
             self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
         return self
@@ -876,7 +873,7 @@ class Fleet:
             # This process may have been busy or stopped for long, in which no actor was asked for anything
             self.clock, self.looked_at = self.clock + min(now - self.looked_at, self.args.actor_timeout / 4), now
             self.ask_head()
-            for seat in list(self.seats):
+            for seat in self.seats:
                 self.tend(seat)
             # Of each actor only the oldest call, as Ray may show a later one as done before it
             waiting = {seat.calls[0][0]: seat for seat in self.seats if seat.calls}
@@ -1034,23 +1031,23 @@ def vtrace(
     valid: torch.Tensor,
     args: Args,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V-trace's targets v of the values, and the advantages that the policy learns from (Espeholt et al. 2018, eq. 1).
+    """V-trace's targets v, and the policy gradient's advantages ρ(r + γv' - V) (Espeholt et al. 2018, section 4).
 
-    [T + 1, B], the rest [T, B] -> [T, B], [T, B]. `ratio` is the new policy's probability of the action over the old
-    one's. A terminated episode's last value is 0; a truncated one's, as the last of the fragment's, is that of its true
-    last observation, which the next row has, whether that row is valid or not. Rows that are not valid matter to no
-    other, and get a target of their own value and an advantage of 0.
+    By remark 1 v = V + δ + γc(v' - V'), δ = ρ(r + γV' - V); V' and v' are the next step's. `ratio` is the learner's
+    probability of the action over the actor's. value [T + 1, B], the rest [T, B] -> [T, B], [T, B]. V' is 0 where an
+    episode terminates; where one is truncated, and at the fragment's end, v' = V', the value of the next row's
+    observation, be that row valid or not. Rows that are not valid affect no other; their target is V, advantage 0.
     """
     done = (terminated + truncated) > 0
     next_value = torch.where(terminated > 0, 0, value[1:])
     rho, c = ratio.clamp(max=args.rho_clip), args.trace_lambda * ratio.clamp(max=args.c_clip)
-    is_row = valid > 0
-    error = torch.where(is_row, rho * (reward + args.gamma * next_value - value[:-1]), 0)
-    change = discounted_sums(error, torch.where(done | ~is_row, 0, args.gamma * c))
-    # The target of the step after, where the episode goes on: the row after its end is another episode's
-    next_change = torch.where(done, 0, torch.cat([change[1:], torch.zeros_like(change[:1])]))
-    advantage = torch.where(is_row, error + rho * args.gamma * next_change, 0)
-    return value[:-1] + change, advantage
+    valid = valid > 0
+    delta = torch.where(valid, rho * (reward + args.gamma * next_value - value[:-1]), 0)
+    vs_minus_v = discounted_sums(delta, torch.where(done | ~valid, 0, args.gamma * c))
+    # Of the step after, where the episode goes on: the row after its end is another episode's
+    next_vs_minus_v = torch.where(done, 0, torch.cat([vs_minus_v[1:], torch.zeros_like(vs_minus_v[:1])]))
+    advantage = torch.where(valid, delta + rho * args.gamma * next_vs_minus_v, 0)
+    return value[:-1] + vs_minus_v, advantage
 
 
 # ---- Batch ----
@@ -1154,7 +1151,7 @@ class IMPALAAgent(nn.Module):
         target, advantage = vtrace(value.detach(), weight, reward, *ends, args)
         policy_loss = -mean(advantage * log_prob)
         value_loss, entropy = 0.5 * mean((value[:-1] - target).square()), mean(entropy)
-        approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        approx_kl = mean(ratio - 1 - log_ratio)  # of the actor's policy from the learner's, joschu.net/blog/kl-approx
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 

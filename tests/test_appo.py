@@ -55,7 +55,7 @@ class Played:
         for i in range(self.args.batch_fragments):
             weights = [weight.detach().cpu().numpy().copy() for weight in self.agent.weights()]
             self.fragments.append(self.actor.sample(weights, version))
-            self.agent.take(i, self.fragments[-1])
+            self.agent.fill(i, self.fragments[-1])
         self.agent.scale_rewards()
         self.agent.batch.upload()
 
@@ -325,7 +325,7 @@ def test_images_are_learned_from(script):
     fragment = {"observation": images, "is_new": is_new, "action": rng.integers(0, 3, (6, 2))}
     fragment |= {"log_prob": np.full((6, 2), -np.log(3), np.float32), "reward": rng.normal(size=(6, 2))}
     fragment |= {"terminated": np.zeros((6, 2)), "truncated": np.zeros((6, 2)), "valid": np.ones((6, 2), bool)}
-    agent.take(0, fragment)
+    agent.fill(0, fragment)
     agent.batch.upload()
     before = [weight.detach().clone() for weight in agent.weights()]
     with torch.no_grad():

@@ -295,9 +295,24 @@ def test_actors_that_cannot_be(refused, monkeypatch, script):
     assert err == "error: --ray-address 127.0.0.1:1: needs --num-actors of at least 1\n"
     err = refused(script, "--ray-address", "127.0.0.1:1", "--num-actors", 1)
     assert err.startswith("error: --ray-address 127.0.0.1:1: must be the address of a Ray cluster (")
+    err = refused(script, "--ray-address", "ray://head", "--num-actors", 1)  # with no port either
+    assert err == "error: --ray-address ray://head: must be HOST:PORT of a cluster's head, or auto\n"
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find_spec(name, *a))
     assert "--num-actors 2: needs the ray package: pip install ray" in refused(script, "--num-actors", 2)
+
+
+@pytest.mark.parametrize("script", RAY)
+def test_an_ipv6_address_is_asked_without_its_brackets(monkeypatch, refused, script):
+    asked = []
+
+    def create_connection(address, timeout):
+        asked.append(address)
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(importlib.import_module(script).socket, "create_connection", create_connection)
+    assert "(nobody is there)" in refused(script, "--ray-address", "[::1]:6379", "--num-actors", 1)
+    assert asked == [("::1", 6379)]
 
 
 @pytest.mark.parametrize("script", [script for script in ALL if script.endswith("_torchcompile")])

@@ -666,11 +666,14 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, script
     def init(**_):
         raise Exception("The current node timed out during startup.\nMore of that.")
 
+    shut = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut.append(None))
     module = importlib.import_module(script)
     with pytest.raises(SystemExit) as error, module.ray_session(module.Args(num_actors=1)):
         pass
+    assert shut and script not in ray.cloudpickle.list_registry_pickle_by_value()  # nothing of it stays
     line = "error: --num-actors 1: Ray can't start there (The current node timed out during startup.)\n"
     assert error.value.code == 2 and capsys.readouterr().err == line
 
