@@ -13,7 +13,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
 `appo_ray.py` is the eager reference, to be read first; `appo_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
-    python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
+    python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile --cudagraphs
     python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
         --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0

@@ -11,7 +11,7 @@ clipped ratios of probabilities, for what its own policy would have done, and ma
 `impala_ray.py` is the eager reference, to be read first; `impala_ray_torchcompile.py` is the same at full speed.
 
     python leanrl/impala_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
-    python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile
+    python leanrl/impala_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile --cudagraphs
 
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
 Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's
