@@ -176,10 +176,6 @@ def stored_args() -> Args:
         fail("resume", folder, f"must be the folder of a run ({error})")
 
 
-class RunError(Exception):
-    """Ends a run with its message in place of a traceback."""
-
-
 def replace_file(path: Path, content: Mapping) -> None:
     """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
     beside = path.with_name(f"{path.name}.new")
@@ -196,12 +192,11 @@ def replace_file(path: Path, content: Mapping) -> None:
         beside.unlink(missing_ok=True)
 
 
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's folder with its files, its progress bar, and its last lines, however it ends.
 
     metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
-    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after the first update. With --resume
-    it goes on with these files and with the state of `agent` and `buffer` as they were at the checkpoint.
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after the first update.
     """
 
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
@@ -209,9 +204,7 @@ class Run:
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
-        self.warmup_seconds, self.wall_seconds = 0.0, 0.0
-        count = args.num_envs * max(getattr(args, "num_actors", 0), 1)
-        self.returns, self.lengths = [0.0] * count, [0] * count
+        self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
@@ -237,21 +230,22 @@ class Run:
                 if not args.resume:
                     shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
+        about = {"total": args.total_timesteps, "initial": self.global_step, "unit": "step"}
+        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def make_folder(self) -> Path:
         """A new folder, with config.json and empty files of metrics and episodes."""
-        args = self.args
-        stem = [re.sub(r"[^\w.-]+", "-", args.env_id), Path(__file__).stem, *self.flags, str(args.seed)]
-        while True:
-            folder = Path(args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
-            try:
-                folder.mkdir(parents=True)
-                break
-            except OSError as error:
-                if not os.path.isdir(folder):
-                    fail("output_dir", args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-                time.sleep(0.1)  # another run began within this second
-        replace_file(folder / "config.json", vars(args) | self.about)
+        stem = [re.sub(r"[^\w.-]+", "-", self.args.env_id), Path(__file__).stem, *self.flags, str(self.args.seed)]
+        folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            if not os.path.isdir(folder):
+                fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+            time.sleep(1)  # another run began within this second
+            return self.make_folder()
+        replace_file(folder / "config.json", vars(self.args) | self.about)
         self.open_files(folder, "w")
         return folder
 
@@ -266,10 +260,7 @@ class Run:
             pass  # some network disks know no locks
 
     def reopen_folder(self) -> Path:
-        """The folder that `args.resume` names, with everything as it was at its checkpoint.
-
-        Ends the program with exit status 2, with nothing changed, if it can't be read, is in use, or is of another run.
-        """
+        """The folder `args.resume`, all as at its checkpoint; if that can't be, exit status 2 with nothing changed."""
         args, folder = vars(self.args), Path(self.args.resume)
         setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
         try:
@@ -305,17 +296,11 @@ class Run:
         (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
         return folder
 
-    def __enter__(self):
-        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        about = {"total": self.args.total_timesteps, "initial": self.global_step, "unit": "step"}
-        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
-        return self
-
     def interrupt(self, number: int, _frame) -> None:
         """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
         self.stop = self.stop or (number, time.perf_counter())
         if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
-            self.is_cut = True
+            self.is_cut = True  # compiled code and torch.save make errors of their own of a KeyboardInterrupt
             raise KeyboardInterrupt
 
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
@@ -323,8 +308,8 @@ class Run:
         self.global_step += len(rewards)
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
-            self.returns[i] += float(reward)
-            self.lengths[i] += 1
+            self.returns[i] = self.returns.get(i, 0.0) + float(reward)
+            self.lengths[i] = self.lengths.get(i, 0) + 1
             if is_terminated or is_truncated:
                 total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
@@ -344,20 +329,15 @@ class Run:
         if save_every and step // save_every > self.last_step // save_every:
             self.save()
         self.last_step = step
-        self.end_if_asked()
-
-    def end_if_asked(self) -> None:
-        """Ends the run if a signal asked for that; called where the agent is not in the middle of an update."""
         if self.stop is not None:
-            self.save()
             raise KeyboardInterrupt
 
     def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; raises RunError if one is not finite."""
+        """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
         losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise RunError(f"{name} is {loss} at step {self.global_step}")
+                sys.exit(f"error: {name} is {loss} at step {self.global_step}")
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -372,10 +352,9 @@ class Run:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
         self.wall_seconds = time.perf_counter() - self.start
         kind, keys, *rest = np.random.get_state()
-        generators = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
-        generators += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
-        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "random": generators}
-        checkpoint["args"] = vars(self.args)
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "args": vars(self.args)}
+        checkpoint["random"] = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
+        checkpoint["random"] += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
         try:
             self.ends = [file.tell() for file in self.files]
             for file in self.files:
@@ -387,9 +366,8 @@ class Run:
                 raise ArithmeticError("a parameter, or what else it would hold, is not finite")
             replace_file(self.folder / "checkpoint.pt", checkpoint)
         except (OSError, RuntimeError, ArithmeticError) as error:
-            if self.is_cut:  # of which torch.save made an error of its own
-                raise KeyboardInterrupt from None
-            self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
@@ -398,15 +376,13 @@ class Run:
 
     def now(self) -> float:
         """Seconds on a clock that is read when the device has done its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()
         return time.perf_counter()
 
     def __exit__(self, kind, error, traceback) -> None:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
-        is_interrupted = kind is KeyboardInterrupt or (kind and self.is_cut)  # compiled code may change its kind
-        status = "finished" if kind is None else "interrupted" if is_interrupted else "failed"
+        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
         fps = round((self.global_step - first_step) / (end - opened), 2) if self.global_step > first_step else None
@@ -418,7 +394,7 @@ class Run:
         summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about, "peak_memory_bytes": peak}
-        if status != "interrupted" and self.global_step > self.first_step:
+        if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
@@ -432,8 +408,8 @@ class Run:
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is RunError or (kind is SystemExit and not error.code):  # an environment may want to end the program
-            sys.exit(f"error: {error if kind is RunError else repr(error)}")
+        if kind is SystemExit and not error.code:  # an environment may want to end the program
+            sys.exit(f"error: {error!r}")
 
 
 def check_ray(args: Args) -> None:
@@ -633,6 +609,10 @@ def act_discrete(
     return action, np.take_along_axis(log_probs, action[:, None], 1).squeeze(1)
 
 
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
 class Actor:
     """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
 
@@ -819,7 +799,7 @@ class Fleet:
             self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         seconds = time.monotonic() - self.started
         self.lost += sum(self.orphans.values())
         lags = (self.lag_min, round(self.lag_sum / max(self.delivered, 1), 4), self.lag_max)
@@ -836,6 +816,8 @@ class Fleet:
             if seat.actor is not None:
                 with contextlib.suppress(self.ray.exceptions.RayError):
                     self.ray.kill(seat.actor)
+        if kind is RunError:
+            sys.exit(f"error: {error}")
 
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
@@ -889,7 +871,8 @@ class Fleet:
                 done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
             else:
                 time.sleep(0.05)
-            self.run.end_if_asked()
+            if self.run.stop is not None:
+                raise KeyboardInterrupt
             for reference in done:
                 seat = waiting.get(reference)
                 _, is_fragment, weights = seat.calls.pop(0) if seat else (None, self.orphans.pop(reference), None)
