@@ -119,7 +119,8 @@ def test_without_lag_it_is_ppo(script, kind):
     torch.testing.assert_close(ours, agent.batch["advantage"], rtol=1e-4, atol=1e-4)
     before = played.vector()
     for _ in range(3):
-        agent.update(torch.arange(args.num_steps))
+        agent.minibatch.copy_(torch.arange(args.num_steps))
+        agent.learn()
     played.update(3)
     weights = played.agent.weights()[: len(list(agent.network.parameters()))]
     for ours, theirs in zip(weights, agent.network.parameters(), strict=True):
