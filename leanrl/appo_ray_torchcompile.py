@@ -446,17 +446,14 @@ def check_ray(args: Args) -> None:
 
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made.
-
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
-    """
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
@@ -720,9 +717,7 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 PATIENCE = 60  # seconds beyond --actor-timeout in which no actor delivers, before the run gives up
 
 
-def act_discrete(
-    network: nn.Module, observation: np.ndarray, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def act_discrete(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Sampled actions and their log-probabilities; [N, ...] -> [N], [N]."""
     logits, _ = network(torch.from_numpy(observation))
     log_probs = F.log_softmax(logits, -1).numpy()
@@ -730,9 +725,7 @@ def act_discrete(
     return action, np.take_along_axis(log_probs, action[:, None], 1).squeeze(1)
 
 
-def act_continuous(
-    network: nn.Module, observation: np.ndarray, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def act_continuous(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Sampled actions and their log-probabilities; [N, ...] -> [N, A], [N]."""
     mean, log_std, _ = network(torch.from_numpy(observation))
     action = mean + log_std.exp() * torch.from_numpy(rng.standard_normal(mean.shape, dtype=np.float32))
@@ -873,22 +866,15 @@ class Seat:
     """The place of one actor: the process that holds it, and what is known of that."""
 
     number: int
-    actor: object = None
-    """Ray's handle; None while nobody holds the seat"""
+    actor: object = None  # Ray's handle; None while nobody holds the seat
+    # Calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference
     calls: list = field(default_factory=list)
-    """calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference"""
-    lives: int = 0
-    """processes that the learner has asked for"""
-    incarnation: int | None = None
-    """the life that answered last; None if none of this process"""
-    is_ready: bool = False
-    """whether it has answered since it was started, or since it was unavailable"""
-    failures: int = 0
-    """times that it has failed since it last delivered"""
-    heard_at: float = 0.0
-    """when it last answered, or was started"""
-    retry_at: float = 0.0
-    """when to go on with it"""
+    lives: int = 0  # processes that the learner has asked for
+    incarnation: int | None = None  # the life that answered last; None if none of this process
+    is_ready: bool = False  # whether it has answered since it was started, or since it was unavailable
+    failures: int = 0  # times that it has failed since it last delivered
+    heard_at: float = 0.0  # when it last answered, or was started
+    retry_at: float = 0.0  # when to go on with it
 
 
 class Fleet:
@@ -906,9 +892,7 @@ class Fleet:
     def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
         self.args, self.run, self.recipe = args, run, (args, make_envs, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
-        self.delivered, self.lost, self.consumed, self.restarts, self.bytes = 0, 0, 0, 0, 0
-        self.lags = []  # of the fragments since the last update
-        self.lag_min, self.lag_sum, self.lag_max = math.inf, 0, 0
+        self.lags, self.lost, self.consumed, self.restarts, self.bytes = [], 0, 0, 0, 0  # lags: of all delivered
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
@@ -932,9 +916,9 @@ class Fleet:
     def __exit__(self, kind, error, traceback) -> None:
         seconds = time.monotonic() - self.started
         self.lost += sum(self.orphans.values())
-        lags = (self.lag_min, round(self.lag_sum / max(self.delivered, 1), 4), self.lag_max)
-        counts = dict(zip(("lag_min", "lag_mean", "lag_max"), lags if self.delivered else (None, None, None)))
-        counts |= {"fragments_delivered": self.delivered, "fragments_lost": self.lost}
+        lags = self.lags and (min(self.lags), round(float(np.mean(self.lags)), 4), max(self.lags))
+        counts = dict(zip(("lag_min", "lag_mean", "lag_max"), lags or (None, None, None)))
+        counts |= {"fragments_delivered": len(self.lags), "fragments_lost": self.lost}
         counts |= {"fragments_consumed": self.consumed, "actor_restarts": self.restarts}
         self.run.about |= counts | {"bytes_per_second": round(self.bytes / seconds)}  # of fragments; for the summary
         if not self.seats:
@@ -953,7 +937,7 @@ class Fleet:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
         if self.version < 0:
             self.started = time.monotonic()  # what is compiled has been compiled
-        self.version, self.consumed, self.lags = self.version + 1, self.delivered, []
+        self.version, self.consumed = self.version + 1, len(self.lags)
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))
 
@@ -971,15 +955,11 @@ class Fleet:
         if self.is_late(fragment):
             raise RuntimeError(f"fragment {sequence} of actor {number} was delivered twice")
         self.sequences[number, incarnation] = sequence
-        self.delivered += 1
         self.bytes += sum(array.nbytes for array in fragment.values())
-        lag = self.version - version
-        self.lags.append(lag)
-        self.lag_min, self.lag_sum, self.lag_max = min(self.lag_min, lag), self.lag_sum + lag, max(self.lag_max, lag)
+        self.lags.append(self.version - version)
         run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
-        before = (fragment["return_before"].tolist(), fragment["length_before"].tolist())
-        for i, total, length in zip(env_ids, *before, strict=True):
-            run.returns[i], run.lengths[i] = total, length
+        run.returns.update(zip(env_ids, fragment["return_before"].tolist()))
+        run.lengths.update(zip(env_ids, fragment["length_before"].tolist()))
         for t, valid in enumerate(fragment["valid"]):
             step = [fragment[name][t][valid].tolist() for name in ("score", "over", "truncated")]
             run.step(*step, env_ids[valid])
@@ -1192,11 +1172,10 @@ class Batch:
     def fill(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
         """Copies a fragment, [T, N, ...], to the i-th of the places; frames and observations have further rows."""
         columns = slice(i * self.num_envs, (i + 1) * self.num_envs)
-        for name, array in self.arrays.items():
-            if name in fragment:
-                array[:, columns] = fragment[name]
         if self.stack > 1:
-            self.arrays["frame"][:, columns] = stacked_frames(fragment["is_new"], self.stack)
+            fragment = {**fragment, "frame": stacked_frames(fragment["is_new"], self.stack)}
+        for name, array in self.arrays.items():
+            array[:, columns] = fragment[name]
 
     def upload(self) -> None:
         """Sends the arrays to the device."""
@@ -1312,12 +1291,11 @@ class CompiledAPPOAgent(nn.Module):
             self.observation_moments.update(observation.reshape(-1, observation.shape[-1]))
             returns, seen = self.returns[fragment["stamp"][0]], []
             returns[fragment["length_before"] == 0] = 0.0  # of an actor that has been replaced
-            for reward, valid, *ends in zip(
-                *(fragment[name] for name in ("reward", "valid", "terminated", "truncated"))
-            ):
+            names = ("reward", "valid", "terminated", "truncated")
+            for reward, valid, terminated, truncated in zip(*(fragment[name] for name in names)):
                 returns[:] = returns * self.args.gamma + reward
                 seen.append(returns[valid])
-                returns[ends[0] | ends[1]] = 0.0
+                returns[terminated | truncated] = 0.0
             self.return_moments.update(np.concatenate(seen)[:, None])
 
     def scale_rewards(self) -> None:
@@ -1341,9 +1319,7 @@ class CompiledAPPOAgent(nn.Module):
             return batch["observation"]
         return batch["observation"][batch["frame"], torch.arange(batch["frame"].shape[1], device=self.device)[:, None]]
 
-    def evaluate(
-        self, network, observation: torch.Tensor, action: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; [B, ...], [B, ...] -> three of [B]."""
         policy, log_std, value = self.policy_and_value(network, observation)
         return *log_prob_and_entropy(policy, log_std, action), value
@@ -1481,7 +1457,7 @@ def main(args: Args) -> None:
                 agent.optimizer.lr.fill_(learning_rate)
             for i in range(args.batch_fragments):
                 agent.fill(i, fleet.take())
-            lag = float(np.mean(fleet.lags))
+            lag = float(np.mean(fleet.lags[-args.batch_fragments :]))
 
             # Learn
             agent.scale_rewards()

@@ -508,8 +508,7 @@ def encode(space: gym.Space, batch) -> np.ndarray:
     Raises NoCodeError where there is no such code.
     """
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        scale = 255 if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 else 1
-        return np.asarray(batch, np.float32).reshape(len(batch), -1) / scale
+        return np.asarray(batch, np.float32).reshape(len(batch), -1) / (255 if space.dtype == np.uint8 else 1)
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
         codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start) + np.cumsum([0, *sizes[:-1]])
@@ -531,11 +530,10 @@ class Environments:
 
     def __init__(self, args: Args):
         self.args, name = args, args.env_id.partition("-")[0]
-        self.is_minigrid, self.hidden = name == "MiniGrid", []
-        if args.hide_velocities:
-            if name not in VELOCITIES:
-                fail("hide_velocities", True, f"--env-id must be of {', '.join(VELOCITIES)}, not {args.env_id}")
-            self.hidden = list(VELOCITIES[name])
+        self.is_minigrid = name == "MiniGrid"
+        if args.hide_velocities and name not in VELOCITIES:
+            fail("hide_velocities", True, f"--env-id must be of {', '.join(VELOCITIES)}, not {args.env_id}")
+        self.hidden = list(VELOCITIES[name]) if args.hide_velocities else []
         sys.path += [os.getcwd(), str(Path(__file__).parents[1])]  # for a `module:Id`
         self.envs = make_vector(args, range(args.num_envs))
         if self.is_minigrid:
@@ -553,7 +551,6 @@ class Environments:
         if any(goal in args.env_id for goal in ("Fetch", "GoTo", "PutNear", "LockedRoom")) and self.is_minigrid:
             fail("env_id", args.env_id, "its goal is told in words, which the agent can't read")
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
-        self.action_shape = () if self.is_discrete else (self.action_dim,)
         try:
             self.begin(0)
         except NoCodeError as error:
@@ -616,15 +613,19 @@ def advance(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], h: Sequence[to
     return [product + part for product, part in zip(times(a, h), b, strict=True)]
 
 
-def unbind(parts: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[list[torch.Tensor]]:
-    """The numbers along a dimension."""
-    numbers = [list(number) for number in zip(*(part.unbind(dim) for part in parts), strict=True)]
-    return numbers[::-1] if reverse else numbers
+def unbind(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[tuple]:
+    """The pairs of a[t] and b[t] along a dimension, from last to first if `reverse`."""
+    numbers = [list(zip(*(part.unbind(dim) for part in parts), strict=True)) for parts in (a, b)]
+    return list(zip(*numbers, strict=True))[:: -1 if reverse else 1]
 
 
-def stack(numbers: list[list[torch.Tensor]], dim: int, reverse: bool) -> list[torch.Tensor]:
-    """The inverse of `unbind`."""
-    return [torch.stack(part[::-1] if reverse else part, dim) for part in zip(*numbers, strict=True)]
+def loop(rows: list[tuple], h: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[torch.Tensor]:
+    """All h[t] = a[t] · h[t - 1] + b[t], one by one, of the pairs that `unbind` yields; along the same dimension."""
+    states = []
+    for a, b in rows:
+        h = advance(a, b, h)
+        states.append(h)
+    return [torch.stack(part[:: -1 if reverse else 1], dim) for part in zip(*states, strict=True)]
 
 
 def scan(a: list, b: list, h: list, length: int, reverse: bool) -> list[torch.Tensor]:
@@ -636,27 +637,20 @@ def scan(a: list, b: list, h: list, length: int, reverse: bool) -> list[torch.Te
     size = len(b[0])
     rest = size % length if size > 2 * length else size  # rows that are left over run one by one
     if rest == size:
-        states = []
-        for x, y in zip(unbind(a, 0, reverse), unbind(b, 0, reverse), strict=True):
-            h = advance(x, y, h)
-            states.append(h)
-        return stack(states, 0, reverse)
+        return loop(unbind(a, b, 0, reverse), h, 0, reverse)
     whole, left = (slice(rest, None), slice(rest)) if reverse else (slice(size - rest), slice(size - rest, None))
     chunks = [[part[whole].unflatten(0, (-1, length)) for part in number] for number in (a, b)]
-    rows = list(zip(*(unbind(number, 1, reverse) for number in chunks), strict=True))
+    rows = unbind(*chunks, 1, reverse)
     factor, end = rows[0]
     for x, y in rows[1:]:
         factor, end = times(x, factor), advance(x, y, end)
     ends = scan(factor, end, h, length, reverse)
-    last = 0 if reverse else -1
     before = [[first[None], part[1:] if reverse else part[:-1]] for first, part in zip(h, ends, strict=True)]
-    state, states = [torch.cat(pair[::-1] if reverse else pair) for pair in before], []
-    for x, y in rows:
-        state = advance(x, y, state)
-        states.append(state)
-    states = [part.flatten(0, 1) for part in stack(states, 1, reverse)]
+    before = [torch.cat(pair[::-1] if reverse else pair) for pair in before]
+    states = [part.flatten(0, 1) for part in loop(rows, before, 1, reverse)]
     if rest:
-        tail = scan([x[left] for x in a], [y[left] for y in b], [part[last] for part in ends], length, reverse)
+        last = [part[0 if reverse else -1] for part in ends]
+        tail = scan([x[left] for x in a], [y[left] for y in b], last, length, reverse)
         states = [torch.cat(pair[::-1] if reverse else pair) for pair in zip(states, tail, strict=True)]
     return states
 
@@ -1370,9 +1364,8 @@ class CompiledMemoryDQNAgent(nn.Module):
         self.q_network = nn.Buffer(self.q_module.flatten().to(device))
         self.target_network = nn.Buffer(self.q_network.clone())
         self.optimizer = Adam(self.q_network, args.learning_rate)
-        self.state, self.zero_state = (
-            cell.initial_state(n).to(device) for n in (args.num_envs, args.batch_size // args.slice_length)
-        )
+        slices = args.batch_size // args.slice_length
+        self.state, self.zero_state = (cell.initial_state(n).to(device) for n in (args.num_envs, slices))
         self.buffer = SliceReplay(args, inputs, self.state, device)
         # Sent for each step of the environments: what is seen, whether an episode begins, and of the row before the
         # reward, whether it terminated, and whether it is valid
@@ -1412,19 +1405,14 @@ class CompiledMemoryDQNAgent(nn.Module):
         for column, name in zip(self.columns[2:], ("reward", "terminated", "valid"), strict=True):
             column[:, 0] = step[name]
 
-    def learn(self) -> None:
-        """An update from random slices."""
-        self.update(self.buffer.sample())
-
     def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean squared temporal-difference error of valid rows after the burn-in, and their actions' mean value.
 
         The next action is the network's best, its value the target's (van Hasselt et al. 2016, eq. 4).
         """
         burn_in, x, reset = self.args.burn_in, batch["input"], batch["reset"]
-        action, reward, terminated, valid = (
-            batch[name][burn_in:-1] for name in ("action", "reward", "terminated", "valid")
-        )
+        names = ("action", "reward", "terminated", "valid")
+        action, reward, terminated, valid = (batch[name][burn_in:-1] for name in names)
 
         def values(network) -> torch.Tensor:
             state = batch.get("state", self.zero_state)
@@ -1442,8 +1430,9 @@ class CompiledMemoryDQNAgent(nn.Module):
         loss, q_value = (torch.where(is_valid, each, 0) for each in (q - target, q))
         return loss.square().sum() / count, q_value.sum() / count
 
-    def update(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the optimiser."""
+    def learn(self) -> None:
+        """One step of the optimiser, on random slices."""
+        batch = self.buffer.sample()
         gradient, (loss, q_value) = torch.func.grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
         gradient = gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
         self.optimizer.step(self.q_network, gradient)
@@ -1500,7 +1489,7 @@ def main(args: Args) -> None:
 
         if run.global_step:
             envs.begin(run.global_step)
-        numbers, duration = np.arange(args.num_envs), args.exploration_fraction * args.total_timesteps
+        duration = args.exploration_fraction * args.total_timesteps
         learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
         while run.global_step < args.total_timesteps:
             # Act: at random with probability ε, else greedily
@@ -1510,15 +1499,15 @@ def main(args: Args) -> None:
             # Step and store; where an episode has ended, the step only resets
             step = envs.step(action)
             agent.observe(step)
-            valid = step["valid"]
-            run.step(*(step[name][valid].tolist() for name in ("reward", "terminated", "truncated")), numbers[valid])
+            env_ids = np.flatnonzero(step["valid"])
+            run.step(*(step[name][env_ids].tolist() for name in ("reward", "terminated", "truncated")), env_ids)
 
             # Learn
             if run.global_step > learning_starts:
-                for _ in range(times_due(run.global_step, int(valid.sum()), args.train_frequency)):
+                for _ in range(times_due(run.global_step, len(env_ids), args.train_frequency)):
                     agent.learn()
                     run.updates += 1
-                for _ in range(times_due(run.global_step, int(valid.sum()), args.target_network_frequency)):
+                for _ in range(times_due(run.global_step, len(env_ids), args.target_network_frequency)):
                     agent.update_target()
             run.end_step(agent.losses, learning_rate=args.learning_rate, epsilon=epsilon)
 

@@ -427,17 +427,14 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
 
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made.
-
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
-    """
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
@@ -757,7 +754,6 @@ def main(args: Args) -> None:
     buffer = ReplayRing(args, envs[0], device)
     agent = CompiledDQNAgent(args, envs[0], device, buffer)
     actions = range(int(envs[0].action_space.n))
-
     announce_replay(args, buffer, device)
 
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:

@@ -422,17 +422,14 @@ def check_ray(args: Args) -> None:
 
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made.
-
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
-    """
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
@@ -599,9 +596,7 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 PATIENCE = 60  # seconds beyond --actor-timeout in which no actor delivers, before the run gives up
 
 
-def act_discrete(
-    network: nn.Module, observation: np.ndarray, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def act_discrete(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Sampled actions and their log-probabilities; [N, ...] -> [N], [N]."""
     logits, _ = network(torch.from_numpy(observation))
     log_probs = F.log_softmax(logits, -1).numpy()
@@ -743,22 +738,15 @@ class Seat:
     """The place of one actor: the process that holds it, and what is known of that."""
 
     number: int
-    actor: object = None
-    """Ray's handle; None while nobody holds the seat"""
+    actor: object = None  # Ray's handle; None while nobody holds the seat
+    # Calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference
     calls: list = field(default_factory=list)
-    """calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference"""
-    lives: int = 0
-    """processes that the learner has asked for"""
-    incarnation: int | None = None
-    """the life that answered last; None if none of this process"""
-    is_ready: bool = False
-    """whether it has answered since it was started, or since it was unavailable"""
-    failures: int = 0
-    """times that it has failed since it last delivered"""
-    heard_at: float = 0.0
-    """when it last answered, or was started"""
-    retry_at: float = 0.0
-    """when to go on with it"""
+    lives: int = 0  # processes that the learner has asked for
+    incarnation: int | None = None  # the life that answered last; None if none of this process
+    is_ready: bool = False  # whether it has answered since it was started, or since it was unavailable
+    failures: int = 0  # times that it has failed since it last delivered
+    heard_at: float = 0.0  # when it last answered, or was started
+    retry_at: float = 0.0  # when to go on with it
 
 
 class Fleet:
@@ -776,9 +764,7 @@ class Fleet:
     def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
         self.args, self.run, self.recipe = args, run, (args, make_envs, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
-        self.delivered, self.lost, self.consumed, self.restarts, self.bytes = 0, 0, 0, 0, 0
-        self.lags = []  # of the fragments since the last update
-        self.lag_min, self.lag_sum, self.lag_max = math.inf, 0, 0
+        self.lags, self.lost, self.consumed, self.restarts, self.bytes = [], 0, 0, 0, 0  # lags: of all delivered
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
@@ -802,9 +788,9 @@ class Fleet:
     def __exit__(self, kind, error, traceback) -> None:
         seconds = time.monotonic() - self.started
         self.lost += sum(self.orphans.values())
-        lags = (self.lag_min, round(self.lag_sum / max(self.delivered, 1), 4), self.lag_max)
-        counts = dict(zip(("lag_min", "lag_mean", "lag_max"), lags if self.delivered else (None, None, None)))
-        counts |= {"fragments_delivered": self.delivered, "fragments_lost": self.lost}
+        lags = self.lags and (min(self.lags), round(float(np.mean(self.lags)), 4), max(self.lags))
+        counts = dict(zip(("lag_min", "lag_mean", "lag_max"), lags or (None, None, None)))
+        counts |= {"fragments_delivered": len(self.lags), "fragments_lost": self.lost}
         counts |= {"fragments_consumed": self.consumed, "actor_restarts": self.restarts}
         self.run.about |= counts | {"bytes_per_second": round(self.bytes / seconds)}  # of fragments; for the summary
         if not self.seats:
@@ -823,7 +809,7 @@ class Fleet:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
         if self.version < 0:
             self.started = time.monotonic()  # what is compiled has been compiled
-        self.version, self.consumed, self.lags = self.version + 1, self.delivered, []
+        self.version, self.consumed = self.version + 1, len(self.lags)
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))
 
@@ -841,15 +827,11 @@ class Fleet:
         if self.is_late(fragment):
             raise RuntimeError(f"fragment {sequence} of actor {number} was delivered twice")
         self.sequences[number, incarnation] = sequence
-        self.delivered += 1
         self.bytes += sum(array.nbytes for array in fragment.values())
-        lag = self.version - version
-        self.lags.append(lag)
-        self.lag_min, self.lag_sum, self.lag_max = min(self.lag_min, lag), self.lag_sum + lag, max(self.lag_max, lag)
+        self.lags.append(self.version - version)
         run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
-        before = (fragment["return_before"].tolist(), fragment["length_before"].tolist())
-        for i, total, length in zip(env_ids, *before, strict=True):
-            run.returns[i], run.lengths[i] = total, length
+        run.returns.update(zip(env_ids, fragment["return_before"].tolist()))
+        run.lengths.update(zip(env_ids, fragment["length_before"].tolist()))
         for t, valid in enumerate(fragment["valid"]):
             step = [fragment[name][t][valid].tolist() for name in ("score", "over", "truncated")]
             run.step(*step, env_ids[valid])
@@ -1062,11 +1044,10 @@ class Batch:
     def fill(self, i: int, fragment: Mapping[str, np.ndarray]) -> None:
         """Copies a fragment, [T, N, ...], to the i-th of the places; frames and observations have further rows."""
         columns = slice(i * self.num_envs, (i + 1) * self.num_envs)
-        for name, array in self.arrays.items():
-            if name in fragment:
-                array[:, columns] = fragment[name]
         if self.stack > 1:
-            self.arrays["frame"][:, columns] = stacked_frames(fragment["is_new"], self.stack)
+            fragment = {**fragment, "frame": stacked_frames(fragment["is_new"], self.stack)}
+        for name, array in self.arrays.items():
+            array[:, columns] = fragment[name]
 
     def upload(self) -> None:
         """Sends the arrays to the device."""
@@ -1156,23 +1137,18 @@ class CompiledIMPALAAgent(nn.Module):
         """The network's parameters, as actors take them."""
         return self.module.split(self.network.cpu())
 
-    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the actions, and the value; [B, ...] -> [B, actions], [B]."""
-        if observation.ndim == 4:
-            observation = observation.contiguous(memory_format=torch.channels_last)  # fastest for convolutions
-        return self.module(network, observation)
-
     def observations(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the network sees, stacked where it is frames; [T + 1, B, ...]."""
         if "frame" not in batch:
             return batch["observation"]
         return batch["observation"][batch["frame"], torch.arange(batch["frame"].shape[1], device=self.device)[:, None]]
 
-    def evaluate(
-        self, network, observation: torch.Tensor, action: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; -> [T, B], [T, B], [T + 1, B]."""
-        logits, value = self.policy_and_value(network, observation.flatten(0, 1))
+        rows = observation.flatten(0, 1)
+        if rows.ndim == 4:
+            rows = rows.contiguous(memory_format=torch.channels_last)  # fastest for convolutions
+        logits, value = self.module(network, rows)
         log_probs = F.log_softmax(logits, -1).unflatten(0, observation.shape[:2])[:-1]
         log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
         return log_prob, -(log_probs.exp() * log_probs).sum(-1), value.unflatten(0, observation.shape[:2])
@@ -1264,7 +1240,7 @@ def main(args: Args) -> None:
                 agent.optimizer.lr.fill_(learning_rate)
             for i in range(args.batch_fragments):
                 agent.batch.fill(i, fleet.take())
-            lag = float(np.mean(fleet.lags))
+            lag = float(np.mean(fleet.lags[-args.batch_fragments :]))
 
             # Learn
             agent.batch.upload()

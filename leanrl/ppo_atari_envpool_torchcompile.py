@@ -51,7 +51,6 @@ from tqdm import tqdm
 
 FRAMES = (4, 84, 84)  # the last four images, of bytes
 
-
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
@@ -576,9 +575,7 @@ def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
 
 # ---- Agent ----
 class CompiledAtariPPOAgent(nn.Module):
-    """The network, its optimiser, and the update on it."""
-
-    # The environments are in groups of `group_size` that take turns: a call of `choose` acts for one of them
+    """The network, its optimiser, and the update on it. Groups of `group_size` environments take turns to act."""
 
     def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
         super().__init__()
@@ -654,9 +651,7 @@ class CompiledAtariPPOAgent(nn.Module):
         for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
             self.batch[name].copy_(estimate.flatten())
 
-    def evaluate(
-        self, network, observation: torch.Tensor, action: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; [B, 4, 84, 84], [B] -> three of [B]."""
         logits, value = self.policy_and_value(network, observation)
         log_probs = F.log_softmax(logits, -1)

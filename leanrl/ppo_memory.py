@@ -465,8 +465,7 @@ def encode(space: gym.Space, batch) -> np.ndarray:
     Raises NoCodeError where there is no such code.
     """
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        scale = 255 if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 else 1
-        return np.asarray(batch, np.float32).reshape(len(batch), -1) / scale
+        return np.asarray(batch, np.float32).reshape(len(batch), -1) / (255 if space.dtype == np.uint8 else 1)
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
         codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start) + np.cumsum([0, *sizes[:-1]])
@@ -488,11 +487,10 @@ class Environments:
 
     def __init__(self, args: Args):
         self.args, name = args, args.env_id.partition("-")[0]
-        self.is_minigrid, self.hidden = name == "MiniGrid", []
-        if args.hide_velocities:
-            if name not in VELOCITIES:
-                fail("hide_velocities", True, f"--env-id must be of {', '.join(VELOCITIES)}, not {args.env_id}")
-            self.hidden = list(VELOCITIES[name])
+        self.is_minigrid = name == "MiniGrid"
+        if args.hide_velocities and name not in VELOCITIES:
+            fail("hide_velocities", True, f"--env-id must be of {', '.join(VELOCITIES)}, not {args.env_id}")
+        self.hidden = list(VELOCITIES[name]) if args.hide_velocities else []
         sys.path += [os.getcwd(), str(Path(__file__).parents[1])]  # for a `module:Id`
         self.envs = make_vector(args, range(args.num_envs))
         if self.is_minigrid:
@@ -510,7 +508,6 @@ class Environments:
         if any(goal in args.env_id for goal in ("Fetch", "GoTo", "PutNear", "LockedRoom")) and self.is_minigrid:
             fail("env_id", args.env_id, "its goal is told in words, which the agent can't read")
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
-        self.action_shape = () if self.is_discrete else (self.action_dim,)
         try:
             self.begin(0)
         except NoCodeError as error:
@@ -573,15 +570,19 @@ def advance(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], h: Sequence[to
     return [product + part for product, part in zip(times(a, h), b, strict=True)]
 
 
-def unbind(parts: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[list[torch.Tensor]]:
-    """The numbers along a dimension."""
-    numbers = [list(number) for number in zip(*(part.unbind(dim) for part in parts), strict=True)]
-    return numbers[::-1] if reverse else numbers
+def unbind(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[tuple]:
+    """The pairs of a[t] and b[t] along a dimension, from last to first if `reverse`."""
+    numbers = [list(zip(*(part.unbind(dim) for part in parts), strict=True)) for parts in (a, b)]
+    return list(zip(*numbers, strict=True))[:: -1 if reverse else 1]
 
 
-def stack(numbers: list[list[torch.Tensor]], dim: int, reverse: bool) -> list[torch.Tensor]:
-    """The inverse of `unbind`."""
-    return [torch.stack(part[::-1] if reverse else part, dim) for part in zip(*numbers, strict=True)]
+def loop(rows: list[tuple], h: Sequence[torch.Tensor], dim: int, reverse: bool) -> list[torch.Tensor]:
+    """All h[t] = a[t] · h[t - 1] + b[t], one by one, of the pairs that `unbind` yields; along the same dimension."""
+    states = []
+    for a, b in rows:
+        h = advance(a, b, h)
+        states.append(h)
+    return [torch.stack(part[:: -1 if reverse else 1], dim) for part in zip(*states, strict=True)]
 
 
 def scan(a: list, b: list, h: list, length: int, reverse: bool) -> list[torch.Tensor]:
@@ -593,27 +594,20 @@ def scan(a: list, b: list, h: list, length: int, reverse: bool) -> list[torch.Te
     size = len(b[0])
     rest = size % length if size > 2 * length else size  # rows that are left over run one by one
     if rest == size:
-        states = []
-        for x, y in zip(unbind(a, 0, reverse), unbind(b, 0, reverse), strict=True):
-            h = advance(x, y, h)
-            states.append(h)
-        return stack(states, 0, reverse)
+        return loop(unbind(a, b, 0, reverse), h, 0, reverse)
     whole, left = (slice(rest, None), slice(rest)) if reverse else (slice(size - rest), slice(size - rest, None))
     chunks = [[part[whole].unflatten(0, (-1, length)) for part in number] for number in (a, b)]
-    rows = list(zip(*(unbind(number, 1, reverse) for number in chunks), strict=True))
+    rows = unbind(*chunks, 1, reverse)
     factor, end = rows[0]
     for x, y in rows[1:]:
         factor, end = times(x, factor), advance(x, y, end)
     ends = scan(factor, end, h, length, reverse)
-    last = 0 if reverse else -1
     before = [[first[None], part[1:] if reverse else part[:-1]] for first, part in zip(h, ends, strict=True)]
-    state, states = [torch.cat(pair[::-1] if reverse else pair) for pair in before], []
-    for x, y in rows:
-        state = advance(x, y, state)
-        states.append(state)
-    states = [part.flatten(0, 1) for part in stack(states, 1, reverse)]
+    before = [torch.cat(pair[::-1] if reverse else pair) for pair in before]
+    states = [part.flatten(0, 1) for part in loop(rows, before, 1, reverse)]
     if rest:
-        tail = scan([x[left] for x in a], [y[left] for y in b], [part[last] for part in ends], length, reverse)
+        last = [part[0 if reverse else -1] for part in ends]
+        tail = scan([x[left] for x in a], [y[left] for y in b], last, length, reverse)
         states = [torch.cat(pair[::-1] if reverse else pair) for pair in zip(states, tail, strict=True)]
     return states
 
@@ -1231,7 +1225,7 @@ class MemoryPPOAgent(nn.Module):
     def __init__(self, args: Args, envs: Environments, device: torch.device):
         super().__init__()
         self.args = args
-        shapes = {"input": envs.inputs.shape[1:], "action": envs.action_shape}
+        shapes = {"input": envs.inputs.shape[1:], "action": envs.action_space.shape}
         names = ("reset", "reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
         cell = CELLS[args.cell](args.hidden_size)
@@ -1384,7 +1378,6 @@ def main(args: Args) -> None:
     with contextlib.closing(envs), Run(args, device, agent) as run:
         if run.global_step:
             envs.begin(run.global_step)
-        numbers = np.arange(args.num_envs)
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:
             # Act
@@ -1397,8 +1390,8 @@ def main(args: Args) -> None:
             step = envs.step(action)
             for name, values in step.items():
                 agent.rollout.arrays[name][t] = values
-            valid = step["valid"]
-            run.step(*(step[name][valid].tolist() for name in ("reward", "terminated", "truncated")), numbers[valid])
+            env_ids = np.flatnonzero(step["valid"])
+            run.step(*(step[name][env_ids].tolist() for name in ("reward", "terminated", "truncated")), env_ids)
             t += 1
 
             # Learn from a full rollout (the last one may not get full)

@@ -410,17 +410,14 @@ def check_rollout(args: Args, steps: int) -> None:
 
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made.
-
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
-    """
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
@@ -619,9 +616,7 @@ class CompiledPPOAgent(nn.Module):
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate.flatten())
 
-    def evaluate(
-        self, network, observation: torch.Tensor, action: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [...] -> three of [...]."""
         logits, value = self.policy_and_value(network, observation)
         log_probs = F.log_softmax(logits, -1)

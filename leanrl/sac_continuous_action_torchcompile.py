@@ -55,7 +55,6 @@ from tqdm import tqdm
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
-
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
@@ -432,17 +431,14 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
 
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made.
-
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
-    """
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
@@ -475,11 +471,6 @@ def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, tor
     if not (high.abs() + low.abs()).isfinite().all():
         fail("env_id", env.spec.id, f"its actions must be of a range that float32 can hold, not {env.action_space}")
     return low.to(device), high.to(device)
-
-
-def within_bounds(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """The actions in the space's own type, in which they keep to its bounds; a rounding may pass these. [N, A]."""
-    return action.clip(space.low, space.high).astype(space.dtype)
 
 
 # ---- Networks ----
@@ -760,7 +751,8 @@ class CompiledSACAgent(nn.Module):
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
         *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
-        return within_bounds(np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space)
+        action, space = np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space
+        return action.clip(space.low, space.high).astype(space.dtype)  # a rounding may have passed the bounds
 
     def choose(self) -> None:
         """Stores what was sent, acts, and draws the transitions of the updates that follow these actions.
@@ -807,7 +799,7 @@ class CompiledSACAgent(nn.Module):
         self.minimize("qf_loss", self.critics, self.critic_optimizer, batch)
         self.batch["observation"].copy_(batch["observation"])
         if targets_are_due:
-            self.update_targets()
+            self.target_critics.lerp_(self.critics, self.args.tau)
 
     def update_actor(self) -> None:
         """One update of the actor, and of α."""
@@ -822,10 +814,6 @@ class CompiledSACAgent(nn.Module):
         if policy_is_due:
             for _ in range(self.args.policy_frequency):
                 self.update_actor()
-
-    @torch.no_grad()
-    def update_targets(self) -> None:
-        self.target_critics.lerp_(self.critics, self.args.tau)
 
 
 def main(args: Args) -> None:
@@ -842,7 +830,6 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
     agent = CompiledSACAgent(args, envs[0], device, buffer)
-
     announce_replay(args, buffer, device)
 
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:

@@ -422,17 +422,14 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
 
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made.
-
-    Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder.
-    """
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
@@ -465,11 +462,6 @@ def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, tor
     if not (high.abs() + low.abs()).isfinite().all():
         fail("env_id", env.spec.id, f"its actions must be of a range that float32 can hold, not {env.action_space}")
     return low.to(device), high.to(device)
-
-
-def within_bounds(action: np.ndarray, space: gym.spaces.Box) -> np.ndarray:
-    """The actions in the space's own type, in which they keep to its bounds; a rounding may pass these. [N, A]."""
-    return action.clip(space.low, space.high).astype(space.dtype)
 
 
 # ---- Networks ----
@@ -656,7 +648,8 @@ class TD3Agent(nn.Module):
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
         self.actor = DeterministicActor(observation_dim, self.action_dim).to(device)
         self.critics = nn.ModuleList([QNetwork(observation_dim, self.action_dim) for _ in range(2)]).to(device)
-        self.target_actor, self.target_critics = copy.deepcopy(self.actor), copy.deepcopy(self.critics)
+        networks = (self.actor, self.critics)
+        self.target_actor, self.target_critics = (copy.deepcopy(network).requires_grad_(False) for network in networks)
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.learning_rate)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
@@ -685,7 +678,8 @@ class TD3Agent(nn.Module):
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
         *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
-        return within_bounds(np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space)
+        action, space = np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space
+        return action.clip(space.low, space.high).astype(space.dtype)  # a rounding may have passed the bounds
 
     @torch.no_grad()
     def choose(self) -> None:
@@ -732,19 +726,15 @@ class TD3Agent(nn.Module):
     def update_actor(self) -> None:
         """One update, which the targets follow."""
         self.minimize("actor_loss", self.actor, self.actor_optimizer, self.batch)
-        self.update_targets()
+        for target, network in ((self.target_actor, self.actor), (self.target_critics, self.critics)):
+            for old, new in zip(target.parameters(), network.parameters(), strict=True):
+                old.lerp_(new.detach(), self.args.tau)
 
     def learn(self, policy_is_due: bool) -> None:
         """One update of everything that is due."""
         self.update_critics()
         if policy_is_due:
             self.update_actor()
-
-    @torch.no_grad()
-    def update_targets(self) -> None:
-        for target, network in ((self.target_actor, self.actor), (self.target_critics, self.critics)):
-            for old, new in zip(target.parameters(), network.parameters(), strict=True):
-                old.lerp_(new, self.args.tau)
 
 
 def main(args: Args) -> None:
@@ -761,7 +751,6 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
     agent = TD3Agent(args, envs[0], device, buffer)
-
     announce_replay(args, buffer, device)
 
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
@@ -770,8 +759,7 @@ def main(args: Args) -> None:
 
         def update_all() -> None:
             for _ in range(args.num_envs):
-                policy_is_due = run.updates % args.policy_frequency == 0
-                agent.learn(policy_is_due)
+                agent.learn(run.updates % args.policy_frequency == 0)
                 run.updates += 1
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)

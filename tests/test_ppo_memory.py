@@ -504,7 +504,7 @@ def scripted_pair(**arguments):
     envs = SimpleNamespace(
         inputs=generator.normal(size=(count, 7)).astype(np.float32),
         is_first=rows[-1, :, 3] == 0,  # the last step has only reset
-        action_shape=(),
+        action_space=gym.spaces.Discrete(3),
         action_dim=3,
         is_discrete=True,
     )
