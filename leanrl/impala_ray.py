@@ -1078,6 +1078,10 @@ class IMPALAAgent(nn.Module):
         """The network's parameters, as actors take them."""
         return list(self.network.parameters())
 
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the actions, and the value; [B, ...] -> [B, actions], [B]."""
+        return network(observation)
+
     def observations(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the network sees, stacked where it is frames; [T + 1, B, ...]."""
         if "frame" not in batch:
@@ -1086,7 +1090,7 @@ class IMPALAAgent(nn.Module):
 
     def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; -> [T, B], [T, B], [T + 1, B]."""
-        logits, value = network(observation.flatten(0, 1))
+        logits, value = self.policy_and_value(network, observation.flatten(0, 1))
         log_probs = F.log_softmax(logits, -1).unflatten(0, observation.shape[:2])[:-1]
         log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
         return log_prob, -(log_probs.exp() * log_probs).sum(-1), value.unflatten(0, observation.shape[:2])

@@ -1137,6 +1137,12 @@ class CompiledIMPALAAgent(nn.Module):
         """The network's parameters, as actors take them."""
         return self.module.split(self.network.cpu())
 
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the actions, and the value; [B, ...] -> [B, actions], [B]."""
+        if observation.ndim == 4:
+            observation = observation.contiguous(memory_format=torch.channels_last)  # fastest for convolutions
+        return self.module(network, observation)
+
     def observations(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the network sees, stacked where it is frames; [T + 1, B, ...]."""
         if "frame" not in batch:
@@ -1145,10 +1151,7 @@ class CompiledIMPALAAgent(nn.Module):
 
     def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; -> [T, B], [T, B], [T + 1, B]."""
-        rows = observation.flatten(0, 1)
-        if rows.ndim == 4:
-            rows = rows.contiguous(memory_format=torch.channels_last)  # fastest for convolutions
-        logits, value = self.module(network, rows)
+        logits, value = self.policy_and_value(network, observation.flatten(0, 1))
         log_probs = F.log_softmax(logits, -1).unflatten(0, observation.shape[:2])[:-1]
         log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
         return log_prob, -(log_probs.exp() * log_probs).sum(-1), value.unflatten(0, observation.shape[:2])
