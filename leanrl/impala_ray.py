@@ -1113,7 +1113,7 @@ class IMPALAAgent(nn.Module):
         target, advantage = vtrace(value.detach(), weight, reward, *ends, args)
         policy_loss = -mean(advantage * log_prob)
         value_loss, entropy = 0.5 * mean((value[:-1] - target).square()), mean(entropy)
-        approx_kl = mean(ratio - 1 - log_ratio)  # of the actor's policy from the learner's, joschu.net/blog/kl-approx
+        approx_kl = mean(ratio - 1 - log_ratio)  # KL(actor's, learner's), http://joschu.net/blog/kl-approx.html
         logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "approx_kl": approx_kl}
         return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
 
