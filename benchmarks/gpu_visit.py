@@ -6,10 +6,11 @@ What matters most comes first: `pytest -m gpu`, then of each script compile+cuda
 then the same again, and at last the warm-up with cold and warm caches, as far as the time lasts. Nothing is begun that
 is not expected to end within the budget, and whatever runs at its end is stopped. Each file is renewed after each run:
 
-- gpu_visit.json: the tests' outcome, and the GPU's use in each run while it learned;
+- gpu_visit.json: the tests' outcome, and the GPU's use in each run while it learned; gpu_tests.txt: all that they say;
 - speed_GPU_DATE.json and warmup_GPU_DATE.json: for benchmarks/results/, as benchmarks/speed.py writes them.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -34,8 +35,10 @@ class Args:
     """folder for the result files; $OUT if that is set, else the current folder"""
     budget: float = 540.0
     """seconds after which the visit is over"""
-    test_budget: float = 180.0
+    test_budget: float = 300.0
     """seconds of them that the tests may take"""
+    test_workers: int = 8
+    """processes among which the tests are divided, if pytest-xdist is there"""
     scripts: tuple[str, ...] = (
         "sac",
         "td3",
@@ -104,10 +107,20 @@ class Sampler:
             speed.stop(self.process)
 
 
-def run_tests(timeout: float) -> dict:
+# So that tests that are stopped still report what failed before
+PYTEST = (
+    "import signal, sys, pytest; signal.signal(signal.SIGTERM, signal.default_int_handler); sys.exit(pytest.main())"
+)
+
+
+def run_tests(timeout: float, workers: int, report: Path) -> dict:
     """Runs the tests marked gpu; their exit status (None if they were stopped) and the end of their output."""
     started = time.perf_counter()
-    code, out, err = speed.run_process([sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--durations=5"], timeout)
+    command = [sys.executable, "-c", PYTEST, "-m", "gpu", "-v", "--tb=short", "--maxfail=20", "--durations=10"]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(workers), "--dist=loadgroup"]
+    code, out, err = speed.run_process(command, timeout)
+    report.write_text(speed.scrub(out + err))
     tail = speed.scrub(out + err)[-12_000:]
     return {"exit_status": code, "seconds": round(time.perf_counter() - started, 1), "output_tail": tail}
 
@@ -147,7 +160,9 @@ def main(args: Args) -> None:
     try:
         if args.tests:
             print("pytest -m gpu: ", end="", flush=True)
-            visit["tests"] = run_tests(min(args.test_budget, deadline - time.perf_counter()))
+            visit["tests"] = run_tests(
+                min(args.test_budget, deadline - time.perf_counter()), args.test_workers, args.output / "gpu_tests.txt"
+            )
             last = (visit["tests"]["output_tail"].strip().splitlines() or ["no output"])[-1]
             print(f"exit status {visit['tests']['exit_status']}, {last}", flush=True)
             note()

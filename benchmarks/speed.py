@@ -507,7 +507,8 @@ def measure_all(
     for script, variant, repeat in plan:
         left = deadline - time.perf_counter()
         before = [run["process_seconds"] for run in finished(result["runs"], script=script, variant=variant)]
-        if failures_of(result["runs"], script, variant) or left < max(before, default=20) + 5:
+        expected = max(before, default=60 if "compile" in variant else 20)
+        if failures_of(result["runs"], script, variant) or left < expected + 5:
             continue
         print(f"{script} {variant}, run {repeat}: ", end="", flush=True)
         try:

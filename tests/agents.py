@@ -25,7 +25,7 @@ for bits in (32, 64):
     gym.register(f"Toy{bits}-v0", Toy, kwargs=BOUNDS | {"dtype": f"float{bits}"}, max_episode_steps=50)
 
 
-def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0", **arguments):
+def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0", device=CPU, **arguments):
     """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
 
     Returns (eager, compiled, batch): the batch holds the transitions that are drawn for the updates of both.
@@ -34,10 +34,10 @@ def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0
     env = gym.make("ToyDiscrete-v0" if script == "dqn" else env_id, disable_env_checker=True)
     common = {"batch_size": 32, "buffer_size": 64, "cuda": False} | arguments
     torch.manual_seed(0)
-    ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, CPU)
-    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, CPU, ring)
+    ring = compiled_module.ReplayRing(compiled_module.Args(**common), env, device)
+    eager = getattr(eager_module, eager_class)(eager_module.Args(**common), env, device, ring)
     with torch.no_grad():
-        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, CPU, ring)
+        compiled = getattr(compiled_module, compiled_class)(compiled_module.Args(**common), env, device, ring)
     for ours, theirs in networks.items():
         getattr(compiled, ours).copy_(flat(getattr(eager, theirs)))
 

@@ -313,6 +313,16 @@ def test_target_kl_ends_the_epochs(launch, script):
     assert run.summary["updates"] == run.summary["fragments_consumed"]
 
 
+def images_fragment(seed):
+    """Six steps of two games, one of which begins anew at the third."""
+    rng, is_new = np.random.default_rng(seed), np.zeros((6, 2), bool)
+    is_new[2, 0] = True
+    images = rng.integers(0, 255, (10, 2, 84, 84), dtype=np.uint8)
+    fragment = {"observation": images, "is_new": is_new, "action": rng.integers(0, 3, (6, 2))}
+    fragment |= {"log_prob": np.full((6, 2), -np.log(3), np.float32), "reward": rng.normal(size=(6, 2))}
+    return fragment | {"terminated": np.zeros((6, 2)), "truncated": np.zeros((6, 2)), "valid": np.ones((6, 2), bool)}
+
+
 @each_script
 def test_images_are_learned_from(script):
     """What the agent learns from are the stacks that its actor saw, and an update changes every layer."""
@@ -320,12 +330,8 @@ def test_images_are_learned_from(script):
     sizes = {"num_envs": 2, "fragment_length": 6, "batch_fragments": 1, "num_minibatches": 1, "cuda": False}
     args = module.Args(env_id="Pong-v5", **sizes)
     agent = getattr(module, SCRIPTS[script])(args, (4, 84, 84), 3, CPU)
-    rng, is_new = np.random.default_rng(0), np.zeros((6, 2), bool)
-    is_new[2, 0] = True
-    images = rng.integers(0, 255, (10, 2, 84, 84), dtype=np.uint8)
-    fragment = {"observation": images, "is_new": is_new, "action": rng.integers(0, 3, (6, 2))}
-    fragment |= {"log_prob": np.full((6, 2), -np.log(3), np.float32), "reward": rng.normal(size=(6, 2))}
-    fragment |= {"terminated": np.zeros((6, 2)), "truncated": np.zeros((6, 2)), "valid": np.ones((6, 2), bool)}
+    fragment = images_fragment(0)
+    images = fragment["observation"]
     agent.fill(0, fragment)
     agent.batch.upload()
     before = [weight.detach().clone() for weight in agent.weights()]

@@ -1,5 +1,6 @@
 """Compiled and captured runs on a CUDA device; skipped where there is none."""
 
+import functools
 import importlib
 
 import gymnasium as gym
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import agents  # noqa: F401 - registers the toys
+import agents
 from pools import Counting
 from ppo_memory import linear_recurrence
+from test_checkpoints import assert_equal, resume
 from test_memory import LENGTHS, example
 from test_ppo_memory import environments_of, make_agent, play, prepare
 
@@ -42,7 +44,12 @@ def flags_of(script):
     return ["--cuda", "--total-timesteps", 300, "--num-envs", 2, "--seed", 5, *sizes]
 
 
-@pytest.fixture(scope="module", params=[*AGENTS, *ON_POLICY, *MEMORY])
+def in_one_process(*names):
+    """Parameters of a fixture whose tests stay together when several processes divide them."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+
+
+@pytest.fixture(scope="module", params=in_one_process(*AGENTS, *ON_POLICY, *MEMORY))
 def runs(request, launch):
     """(script, its run in each variant)."""
     script = request.param
@@ -153,6 +160,71 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
     assert numbers.min() >= 0 and numbers.max() < 900
     assert numbers.mean().item() == pytest.approx(449.5, abs=6)  # 64,000 of them: five standard errors
     assert numbers.std().item() == pytest.approx(259.8, abs=6)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@pytest.mark.parametrize("script", AGENTS)
+def test_captured_updates_are_those_of_the_eager_version(script, compiled):
+    """From the same transitions and the same random numbers."""
+    from tensordict.nn import CudaGraphModule
+
+    algorithm = script.split("_")[0]
+    tests, kind = (
+        importlib.import_module(f"test_{algorithm}"),
+        {"sac": (True, True), "td3": (True,), "dqn": ()}[algorithm],
+    )
+    eager, agent, _ = tests.pair(device=torch.device("cuda"))
+    before = {name: tensor.clone() for name, tensor in agent.state_dict().items()}
+    if compiled:
+        for name in ("learn",) if algorithm == "dqn" else ("update_critics", "update_actor"):
+            setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options={"fallback_random": True}))
+    with torch.no_grad():
+        learn = CudaGraphModule(functools.partial(agent.learn, *kind), warmup=3)
+        for _ in range(5):
+            learn()
+        agent.load_state_dict(before)
+    for n in range(3):
+        torch.manual_seed(n)
+        with torch.no_grad():
+            learn()
+        torch.manual_seed(n)
+        if algorithm == "dqn":
+            eager.update(agent.buffer.gather(agent.buffer.drawn[0]))
+        else:
+            eager.learn(*kind)
+    for ours, theirs in tests.NETWORKS.items():
+        difference = (getattr(agent, ours) - agents.flat(getattr(eager, theirs))).abs()
+        assert difference.max() < 1e-3 and (difference > 1e-5).float().mean() < 1e-2, ours
+    for name, loss in agent.losses.items():
+        assert loss.item() == pytest.approx(float(eager.losses[name]), rel=1e-2, abs=1e-4), name
+
+
+@pytest.mark.parametrize("script", [*AGENTS, *ON_POLICY])
+def test_a_captured_run_goes_on_with_what_was_loaded(launch, monkeypatch, script):
+    """The graphs are captured after the checkpoint is loaded, and learn on from it."""
+    replay = [] if script in ON_POLICY else ["--save-replay"]
+    flags = [*flags_of(script), *replay, "--compile", "--cudagraphs"]
+    run = launch(script, *flags, raises=SystemExit, stop_after=90)
+    checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)["parts"]["agent"]
+    module, seen = importlib.import_module(script), []
+    warm_up = module.warm_up
+
+    def noting(steps, agent, run):
+        warm_up(steps, agent, run)
+        seen.append({name: tensor.to("cpu", copy=True) for name, tensor in agent.state_dict().items()})
+
+    monkeypatch.setattr(module, "warm_up", noting)
+    resumed = resume(script, run.folder)
+    assert_equal(seen[0], {name: tensor.cpu() for name, tensor in checkpoint.items()})
+    now = resumed.run.parts["agent"].state_dict()
+    assert any(not torch.equal(now[name].cpu(), tensor) for name, tensor in seen[0].items())
+    assert all(tensor.isfinite().all() for tensor in now.values()) and resumed.run.updates > run.summary["updates"]
+
+
+@pytest.mark.parametrize("script", ON_POLICY)
+def test_target_kl_ends_the_epochs_of_a_captured_run(launch, script):
+    run = launch(script, *flags_of(script), "--compile", "--cudagraphs", "--target-kl", 1e-12)
+    assert 15 * 2 <= run.summary["updates"] < UPDATES[script] / 2  # an epoch a rollout, or a few where nothing moves
 
 
 @pytest.mark.parametrize("script", [script for script in AGENTS if not script.startswith("dqn")])
@@ -296,7 +368,7 @@ def test_the_recurrence_is_that_of_the_cpu(steps, dtype):
             assert (ours - theirs).abs().max() <= tolerance * (1 + theirs.abs().max())
 
 
-@pytest.fixture(scope="module", params=["lru", "ffm", "gru", "lstm", "stack"])
+@pytest.fixture(scope="module", params=in_one_process("lru", "ffm", "s5", "gru", "lstm", "stack", "none"))
 def memory_runs(request, launch):
     """(flags, the run in each variant) of a cell, on continuous actions with some and on discrete ones with others."""
     kind = "Discrete" if request.param in ("lru", "lstm") else "Continuous"
@@ -329,7 +401,7 @@ def test_same_seed_same_episodes_with_a_memory(memory_runs, launch, variant):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
-@pytest.mark.parametrize("cell", ["lru", "mingru", "gru", "lstm", "stack"])
+@pytest.mark.parametrize("cell", ["lru", "mingru", "s5", "ffm", "gru", "lstm", "stack"])
 @torch.no_grad()
 def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
     """On three rollouts whose episodes begin at unlike steps; captured once, before all of them."""
@@ -338,10 +410,9 @@ def test_captured_updates_with_a_memory_are_those_without(cell, compiled):
     envs = environments_of("CounterContinuous-v0", 4)
     envs.begin(0)
     plain, captured = (make_agent(PPO_MEMORY, envs, torch.device("cuda"), cell=cell) for _ in range(2))
-    steps = [
-        CudaGraphModule(torch.compile(step, fullgraph=True) if compiled else step, warmup=3)
-        for step in (captured.prepare, captured.learn, captured.choose)
-    ]
+    steps = [captured.learn, captured.choose]  # what main compiles
+    steps = [agents.compile_as_main_does(step, cpp_wrapper=False) if compiled else step for step in steps]
+    steps = [CudaGraphModule(step, warmup=3) for step in (captured.prepare, *steps)]
     for step in steps:
         for _ in range(5):
             step()
@@ -423,3 +494,46 @@ def test_captured_updates_of_asynchronous_ppo_are_those_without(compiled):
                 steps[1]()
             played.agent.follow_observations()
         torch.testing.assert_close(captured.vector(), plain.vector(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
+@pytest.mark.parametrize("script", ["impala_ray_torchcompile", "appo_ray_torchcompile"])
+@torch.no_grad()
+def test_captured_updates_on_images_are_those_without(script, compiled):
+    """Of three fragments, whose stacks are made on the device."""
+    from tensordict.nn import CudaGraphModule
+
+    from test_appo import images_fragment
+
+    module, is_ppo = importlib.import_module(script), script.startswith("appo")
+    names = ("prepare", "learn") if is_ppo else ("update",)
+    sizes = {"num_envs": 2, "fragment_length": 6, "batch_fragments": 1}
+    args = module.Args(env_id="Pong-v5", **sizes | ({"num_minibatches": 1} if is_ppo else {}))
+
+    def make_images_agent():
+        torch.manual_seed(0)
+        make = module.CompiledAPPOAgent if is_ppo else module.CompiledIMPALAAgent
+        agent = make(args, (4, 84, 84), 3, torch.device("cuda"))
+        if is_ppo:
+            agent.minibatch.copy_(torch.arange(12))
+        return agent
+
+    plain, captured = make_images_agent(), make_images_agent()
+    steps = [getattr(captured, name) for name in names]
+    steps = [agents.compile_as_main_does(step, cpp_wrapper=False) if compiled else step for step in steps]
+    steps = [CudaGraphModule(step, warmup=3) for step in steps]
+    before = {name: tensor.clone() for name, tensor in captured.state_dict().items()}
+    for step in 5 * steps:
+        step()
+    captured.load_state_dict(before)
+    for seed in range(3):
+        for agent in (plain, captured):
+            (agent if is_ppo else agent.batch).fill(0, images_fragment(seed))
+            agent.batch.upload()
+        for name, step in zip(names, steps, strict=True):
+            getattr(plain, name)()
+            step()
+        for name, loss in plain.losses.items():  # convolutions may be in TF32, and not the same ones
+            assert captured.losses[name].item() == pytest.approx(loss.item(), rel=5e-2, abs=1e-2), (seed, name)
+    assert not torch.equal(captured.network, before["network"])
+    assert ((captured.network - plain.network).abs() > 1e-4).float().mean() < 0.1
