@@ -682,6 +682,11 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 
 # ---- Normalisation ----
+def sum_of_rows(rows: np.ndarray) -> np.ndarray:
+    """[N, size] -> [1, size]; of a single row, as one environment gives, without NumPy, which takes longer."""
+    return rows if len(rows) == 1 else rows.sum(0, keepdims=True)
+
+
 class RunningMoments:
     """Mean and variance of all rows seen, each of `size` (Welford 1962, for several rows at a time)."""
 
@@ -694,12 +699,14 @@ class RunningMoments:
     def load_state_dict(self, state: Mapping) -> None:
         self.count, self.mean[:], self.squares[:] = state["count"], state["mean"], state["squares"]
 
-    def update(self, rows: np.ndarray) -> None:
-        """[N, size]."""
+    def update(self, rows: np.ndarray) -> np.ndarray:
+        """Takes rows in and returns their distance from the new mean; [N, size] -> [N, size]."""
         self.count += len(rows)
-        deviation = rows - self.mean
-        self.mean += deviation.sum(0, keepdims=True) / self.count
-        self.squares += (deviation * (rows - self.mean)).sum(0, keepdims=True)
+        distance = rows - self.mean
+        self.mean += sum_of_rows(distance) / self.count
+        new_distance = rows - self.mean
+        self.squares += sum_of_rows(distance * new_distance)
+        return new_distance
 
     def deviation(self) -> np.ndarray:
         """The rows' standard deviation; [1, size]."""
