@@ -636,6 +636,10 @@ class FlatModule:
         self.shapes = [parameter.shape for parameter in module.parameters()]
         # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
         self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
+        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                layer.forward = lambda x, layer=layer: ((x @ layer.weight.mT)[None] + layer.bias)[0]
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""

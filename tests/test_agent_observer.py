@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -423,10 +424,11 @@ class Program:
         return pids
 
     def check_end(self, pids: list[int], status: int, message: str) -> None:
-        """It ends within 10 s with one line, and nothing of it is left."""
+        """It ends within 10 s with one line, of which `message` is a regular expression, and nothing of it is left."""
         self.process.join(10)
         assert self.process.exitcode == status
-        assert self.read("err").splitlines() == [f"error: {message}"]
+        (line,) = self.read("err").splitlines()
+        assert re.fullmatch(f"error: {message}", line), line
         assert all(self.is_gone(pid) for pid in pids) and sorted(os.listdir("/dev/shm")) == self.shared_memory
 
 
@@ -477,7 +479,7 @@ def test_a_killed_process_ends_the_run(who, transport, program):
     run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
     pids = run.wait_for_episodes(3)
     os.kill(pids[who], signal.SIGKILL)
-    run.check_end(pids, 1, f"{transport}, run 1: {('agent', 'observer 1')[who]} was killed (SIGKILL)")
+    run.check_end(pids, 1, rf"{transport}, run 1: {('agent', 'observer 1')[who]} was killed \(SIGKILL\)")
 
 
 def test_interrupt_ends_the_run(transport, program):
@@ -512,7 +514,9 @@ def test_a_process_that_hangs(program):
     run = program("--transport", "pipe", "--world-size", "4", "--episodes", "100000", "--timeout", "2")
     pids = run.wait_for_episodes(3)
     os.kill(pids[OBSERVER], signal.SIGSTOP)
-    run.check_end(pids, 1, "pipe, run 1: no answer from agent, observer 1, observer 2 in time (--timeout)")
+    # The others may just have ended their episode
+    names = "(agent, )?observer 1(, observer 2)?"
+    run.check_end(pids, 1, rf"pipe, run 1: no answer from {names} in time \(--timeout\)")
 
 
 @pytest.mark.skipif(not rpc.is_available(), reason="this build of PyTorch has no torch.distributed.rpc")
