@@ -534,7 +534,11 @@ class FlatModule:
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                layer.forward = lambda x, layer=layer: ((x @ layer.weight.mT)[None] + layer.bias)[0]
+                layer.forward = lambda x, layer=layer: (
+                    ((x @ layer.weight.mT)[None] + layer.bias)[0]
+                    if torch.compiler.is_compiling()
+                    else nn.Linear.forward(layer, x)
+                )
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
