@@ -1427,6 +1427,7 @@ def main(args: Args) -> None:
     check_args(args)
     check_ray(args)
     check_rollout(args, args.num_envs * args.fragment_length * args.batch_fragments)
+    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

@@ -1456,6 +1456,7 @@ def main(args: Args) -> None:
     check_args(args)
     check_replay(args)
     check_slices(args)
+    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

@@ -1144,6 +1144,7 @@ def main(args: Args) -> None:
     batch = args.num_envs * args.fragment_length * args.batch_fragments
     if args.total_timesteps < batch:
         fail("total_timesteps", args.total_timesteps, f"must be at least a batch of {batch}")
+    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

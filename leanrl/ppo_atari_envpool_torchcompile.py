@@ -708,6 +708,7 @@ class CompiledAtariPPOAgent(nn.Module):
 def main(args: Args) -> None:
     check_args(args)
     check_rollout(args, args.num_envs * args.num_steps)
+    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

@@ -1364,6 +1364,7 @@ def main(args: Args) -> None:
     check_rollout(args, args.num_envs * args.num_steps)
     if args.num_envs % args.num_minibatches:
         fail("num_minibatches", args.num_minibatches, f"must divide --num-envs {args.num_envs}")
+    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

@@ -804,6 +804,7 @@ class CompiledTD3Agent(nn.Module):
 def main(args: Args) -> None:
     check_args(args)
     check_replay(args)
+    random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -851,7 +852,7 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act
             is_learning = run.global_step >= learning_starts
-            is_random = run.global_step < args.learning_starts
+            is_random = not is_learning and run.updates == 0  # a policy that has learned collects a lost replay anew
             action = [env.action_space.sample() for env in envs] if is_random else agent.act(observation)
 
             # Learn while the environments step, unless a batch has a transition that is still to come

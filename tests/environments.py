@@ -6,6 +6,7 @@ strict: a reset without its seed (or with a second one), a step after an episode
 """
 
 import os
+import random
 import signal
 
 import gymnasium as gym
@@ -78,7 +79,8 @@ class Counter(gym.Env):
     """Counts; `made` and `finished` are what all of its kind have seen since `forget()`.
 
     From its n-th step on `nan_from=n` pays NaN; at that step `fail_at=n` raises, and `signal_at=n, number=s` has the
-    operating system send this process s.
+    operating system send this process s. With `chancy` each reward has two random numbers more, as environments draw
+    them that do not know of their `np_random`.
     """
 
     made: list["Counter"] = []  # noqa: RUF012 - shared on purpose
@@ -91,6 +93,7 @@ class Counter(gym.Env):
         self.discrete, self.nan_from, self.fail_at = discrete, nan_from, fail_at
         self.signal_at, self.number = signal_at, number
         self.error, self.scale = more.get("error", RuntimeError), more.get("scale", 1)
+        self.is_chancy = more.get("chancy", False)
         self.seed, self.episode, self.t, self.steps, self.actions = None, -1, None, 0, []
         self.has_begun = self.is_closed = False
         Counter.made.append(self)
@@ -131,6 +134,8 @@ class Counter(gym.Env):
         reward = reward_of(self.key, self.episode, self.t, action)
         if self.nan_from is not None and self.steps >= self.nan_from:
             reward = float("nan")
+        if self.is_chancy:
+            reward += random.random() + np.random.random()
         self.t, self.total = self.t + 1, self.total + reward
         observation = self.scale * observation_of(self.key, self.episode, self.t)
         terminated = truncated = False
@@ -179,6 +184,7 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         ("Underflowing", {"fail_at": 90, "error": FloatingPointError}),
         ("Exiting", {"fail_at": 90, "error": lambda _: SystemExit(0)}),
         ("Far", {"scale": 1e25}),
+        ("Chancy", {"chancy": True}),
         ("Interrupting", {"signal_at": 90, "number": signal.SIGINT}),
         ("Terminating", {"signal_at": 90, "number": signal.SIGTERM}),
     ):

@@ -263,6 +263,15 @@ def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, mon
     assert len(sampled) == (0 if script.startswith("dqn") else 40), "else this test sees nothing"
 
 
+@pytest.mark.parametrize("script", [script for script in NO_REPLAY if script.startswith(("sac", "td3"))])
+def test_without_replay_actions_are_at_random_as_long_as_nothing_was_learned(launch, monkeypatch, script):
+    run, sampled = launch(script, *small(script, 40), raises=SystemExit, stop_after=30), []
+    sample = gym.spaces.Box.sample
+    monkeypatch.setattr(gym.spaces.Box, "sample", lambda space: sampled.append(space) or sample(space))
+    resumed = resume(script, run.folder)
+    assert len(sampled) == 40 and resumed.run.updates == 300 - 30 - 40
+
+
 def test_save_every(launch, monkeypatch):
     module, steps = importlib.import_module("dqn"), []
     save = module.Run.save

@@ -208,6 +208,16 @@ def test_same_seed_same_episodes(launch, three):
     assert not {env.seed for env in run.made} & {env.seed for env in other.made}
 
 
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, "impala_ray", "appo_ray", "impala_ray_torchcompile", "appo_ray_torchcompile"]
+)
+def test_random_numbers_of_python_and_numpy_are_seeded_too(launch, script):
+    """For environments that draw from these, not from their own; Ray's scripts without actors."""
+    sizes = ["--total-timesteps", 300, "--fragment-length", 8] if "ray" in script else small(script)
+    runs = [launch(script, *sizes, "--seed", 3, env_id="Chancy") for _ in range(2)]
+    assert runs[0].episodes == runs[1].episodes and any(line["return"] % 0.125 for line in runs[0].episodes)
+
+
 FLAGS = {  # every flag that the runs above leave where it is, in another position
     "sac_continuous_action": [
         ["--no-autotune", "--alpha", 0.5, "--tau", 1, "--buffer-size", 3],
