@@ -19,6 +19,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -421,6 +422,8 @@ def film(path: Path, env: gym.Env) -> Iterator[Callable[[str], None]]:
 
 def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float], None]) -> dict:
     """One episode: its seed, return, length and end. `watch` gets the length and the return so far, from 0 on."""
+    random.seed(seed)  # for environments that draw from these, not from their own
+    np.random.seed(seed)
     (observation, _), dtype = env.reset(seed=seed), env.observation_space.dtype
     total, length, terminated, truncated = 0.0, 0, False, False
     watch(length, total)

@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import json
+import random
 import subprocess
 import sys
 import time
@@ -60,6 +61,14 @@ class Seeded(environments.Counter):
         return observation, reward * self.worth, *rest
 
 
+class Lucky(Seeded):
+    """Draws from the random numbers that a process has, not from its own."""
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return observation, reward + random.random() + np.random.random(), *rest
+
+
 class Blind(Seeded):
     """Sees nothing from its first step on."""
 
@@ -85,6 +94,7 @@ class Drawn(Seeded):
 
 
 for kind, is_discrete in (("Continuous", False), ("Discrete", True)):
+    gym.register(f"Lucky{kind}-v0", Lucky, kwargs={"discrete": is_discrete})
     for name, worth in (("Seeded", 1.0), ("Generous", 2.0), ("Hopeless", float("nan"))):
         gym.register(f"{name}{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "worth": worth})
 gym.register("DrawnContinuous-v0", Drawn)
@@ -197,6 +207,14 @@ def test_seeds_decide_and_lines_are_added(folder_of, capsys):
     assert lines[:3] == lines[3:6] and len(lines) == 9
     assert [line["seed"] for line in lines[:3]] == [line["seed"] for line in lines_of(folders[1])]
     assert not {line["seed"] for line in lines[:3]} & {line["seed"] for line in lines[6:]}
+
+
+def test_random_numbers_of_python_and_numpy_are_seeded_too(folder_of):
+    folder = folder_of(SAC)
+    for env_id in ("Seeded", "Lucky", "Lucky"):
+        run(folder, "--episodes", 3, "--env-id", f"{env_id}Continuous-v0")
+    plain, one, other = ([line["return"] for line in lines_of(folder)[i : i + 3]] for i in (0, 3, 6))
+    assert one == other and plain != one
 
 
 def test_another_variant_is_labelled(folder_of, capsys):
