@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -115,6 +116,25 @@ def kill_processes(variable: str, timeout: float = 10.0) -> None:
 
 
 @contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect only at its end; Ray's own handlers, which may wait for long, are not installed.
+
+    A ray.init that is interrupted would leave processes behind.
+    """
+    held, numbers = [], (signal.SIGINT, signal.SIGTERM)
+    numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    old = [signal.signal(number, lambda number, _: held.append(number)) for number in numbers]
+    try:
+        with mock.patch.object(signal, "signal"):
+            yield
+    finally:
+        for number, handler in zip(numbers, old, strict=True):
+            signal.signal(number, handler)
+    for number in held:
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
 def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterator[None]:
     """Ray on this machine alone while the context lasts; then nothing of it is left, in os.environ neither.
 
@@ -125,7 +145,6 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         raise RuntimeError("Ray is running already: call ray.shutdown() first, or do without running_ray()")
-    old_handler = signal.getsignal(signal.SIGTERM)
     changes = {name: value for name, value in settings().items() if name not in os.environ}
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or "RAY_AUTH_TOKEN_PATH" in os.environ:
         changes.pop("RAY_AUTH_TOKEN", None)
@@ -144,15 +163,15 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
         common = {"include_dashboard": False, "object_store_memory": OBJECT_STORE}
         quiet, cluster = {"log_to_driver": False, "logging_level": logging.ERROR}, None
         try:
-            if nodes == 1:
-                ray.init("local", num_cpus=cpus, num_gpus=0, **common, **quiet)
-            else:
-                logging.getLogger("ray").setLevel(logging.ERROR)
-                cluster = ray.cluster_utils.Cluster()
-                for own_cpus in (0, *[cpus] * nodes):
-                    cluster.add_node(num_cpus=own_cpus, **common)
-                ray.init(cluster.address, **quiet)
-            signal.signal(signal.SIGTERM, old_handler)  # Ray has put its own, which ends with status 1, in its place
+            with held_signals():
+                if nodes == 1:
+                    ray.init("local", num_cpus=cpus, num_gpus=0, **common, **quiet)
+                else:
+                    logging.getLogger("ray").setLevel(logging.ERROR)
+                    cluster = ray.cluster_utils.Cluster()
+                    for own_cpus in (0, *[cpus] * nodes):
+                        cluster.add_node(num_cpus=own_cpus, **common)
+                    ray.init(cluster.address, **quiet)
             yield
         finally:
             try:
@@ -161,7 +180,6 @@ def running_ray(cpus: int, nodes: int = 1, folder: str | None = None) -> Iterato
                     cluster.shutdown()
             finally:
                 kill_processes(f"RAY_TMPDIR={own}")
-            signal.signal(signal.SIGTERM, old_handler)
 
 
 def failure(calls: Sequence, error: Exception) -> tuple[int, Exception, Exception]:

@@ -588,6 +588,22 @@ def test_nothing_outlives_a_killed_coordinator_of_ray(program, tmp_path):
     assert run.end()[0] == -signal.SIGKILL
 
 
+def test_signals_wait_until_ray_has_started():
+    """Ray's own handlers, which it installs meanwhile, take no part."""
+    caught, numbers = [], (signal.SIGTERM, signal.SIGINT)
+    old = [signal.signal(number, lambda number, _: caught.append(number)) for number in numbers]
+    try:
+        with ray_vector_env.held_signals():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in numbers:
+                signal.raise_signal(number)
+            assert caught == []
+        assert caught == [*numbers]
+    finally:
+        for number, handler in zip(numbers, old, strict=True):
+            signal.signal(number, handler)
+
+
 # ---- The agent in Ray, without Ray ----
 def made_agent(**changes):
     settings = {"observers": 2, "batch": True, "state_size": (2, 3), "nlayers": 1, "out_features": 4}
