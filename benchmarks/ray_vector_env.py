@@ -121,14 +121,16 @@ def held_signals() -> Iterator[None]:
 
     A ray.init that is interrupted would leave processes behind.
     """
-    held, numbers = [], (signal.SIGINT, signal.SIGTERM)
-    numbers = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    old = [signal.signal(number, lambda number, _: held.append(number)) for number in numbers]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = []
+    for number, handler in handlers.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: held.append(number))
     try:
         with mock.patch.object(signal, "signal"):
             yield
     finally:
-        for number, handler in zip(numbers, old, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     for number in held:
         signal.raise_signal(number)

@@ -4,7 +4,6 @@ import functools
 import importlib
 import itertools
 import json
-import random
 import subprocess
 import sys
 import time
@@ -47,8 +46,8 @@ SAC, CONTINUOUS_PPO = "sac_continuous_action_torchcompile", "ppo_continuous_acti
 class Seeded(environments.Counter):
     """Begins anew at each reset with a seed; pays `worth` times as much."""
 
-    def __init__(self, discrete=False, worth=1.0):
-        super().__init__(discrete)
+    def __init__(self, discrete=False, worth=1.0, chancy=False):
+        super().__init__(discrete, chancy=chancy)
         self.worth = worth
 
     def reset(self, *, seed=None, options=None):
@@ -59,14 +58,6 @@ class Seeded(environments.Counter):
     def step(self, action):
         observation, reward, *rest = super().step(action)
         return observation, reward * self.worth, *rest
-
-
-class Lucky(Seeded):
-    """Draws from the random numbers that a process has, not from its own."""
-
-    def step(self, action):
-        observation, reward, *rest = super().step(action)
-        return observation, reward + random.random() + np.random.random(), *rest
 
 
 class Blind(Seeded):
@@ -94,7 +85,7 @@ class Drawn(Seeded):
 
 
 for kind, is_discrete in (("Continuous", False), ("Discrete", True)):
-    gym.register(f"Lucky{kind}-v0", Lucky, kwargs={"discrete": is_discrete})
+    gym.register(f"Lucky{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "chancy": True})
     for name, worth in (("Seeded", 1.0), ("Generous", 2.0), ("Hopeless", float("nan"))):
         gym.register(f"{name}{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "worth": worth})
 gym.register("DrawnContinuous-v0", Drawn)

@@ -489,7 +489,7 @@ class Program:
     def end(self, timeout=60):
         """Exit status and stderr, once it has ended and nothing of it is left."""
         err = self.process.communicate(timeout=timeout)[1]
-        wait_until(lambda: not self.left(), 60)
+        wait_until(lambda: not self.left())
         assert sorted(os.listdir("/dev/shm")) == self.shared_memory and not os.listdir(self.temporary)
         return self.process.returncode, err
 
@@ -588,20 +588,32 @@ def test_nothing_outlives_a_killed_coordinator_of_ray(program, tmp_path):
     assert run.end()[0] == -signal.SIGKILL
 
 
-def test_signals_wait_until_ray_has_started():
-    """Ray's own handlers, which it installs meanwhile, take no part."""
-    caught, numbers = [], (signal.SIGTERM, signal.SIGINT)
-    old = [signal.signal(number, lambda number, _: caught.append(number)) for number in numbers]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_waits_until_ray_has_started(number, monkeypatch):
+    """The handlers that Ray installs meanwhile take no part."""
+    import ray
+
+    events = []
+
+    def init(*_, **__):
+        signal.signal(number, lambda *_: events.append("handled by Ray"))
+        signal.raise_signal(number)
+        events.append("started")
+
+    def exit_with(*_):
+        sys.exit(events.append("handled"))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: events.append("shut down"))
+    monkeypatch.setattr(ray_vector_env, "reread_environment", lambda: None)  # for the Ray of the tests above
+    old = signal.signal(number, exit_with)
     try:
-        with ray_vector_env.held_signals():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            for number in numbers:
-                signal.raise_signal(number)
-            assert caught == []
-        assert caught == [*numbers]
+        with pytest.raises(SystemExit), running_ray(1):
+            events.append("went on")
+        assert events == ["started", "handled", "shut down"] and signal.getsignal(number) is exit_with
     finally:
-        for number, handler in zip(numbers, old, strict=True):
-            signal.signal(number, handler)
+        signal.signal(number, old)
 
 
 # ---- The agent in Ray, without Ray ----
