@@ -124,7 +124,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 6
+CHECKPOINT_FORMAT = 7
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -591,8 +591,9 @@ class FlatModule:
         return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
-        parts = zip(flat.split([shape.numel() for shape in self.shapes]), self.shapes, self.are_turned, strict=True)
+        """Views of `flat`, [P] or longer, with the shapes of the module's parameters, in their order."""
+        sizes = [shape.numel() for shape in self.shapes]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes, self.are_turned, strict=False)
         return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
@@ -620,7 +621,9 @@ class Adam(nn.Module):
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+    devices = [run.device] if run.device.type == "cuda" else []
+    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
+    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)

@@ -123,7 +123,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 6
+CHECKPOINT_FORMAT = 7
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -666,8 +666,9 @@ class FlatModule:
         return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat`, [P], with the shapes of the module's parameters, in their order."""
-        parts = zip(flat.split([shape.numel() for shape in self.shapes]), self.shapes, self.are_turned, strict=True)
+        """Views of `flat`, [P] or longer, with the shapes of the module's parameters, in their order."""
+        sizes = [shape.numel() for shape in self.shapes]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes, self.are_turned, strict=False)
         return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
@@ -695,7 +696,9 @@ class Adam(nn.Module):
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
-    with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []):
+    devices = [run.device] if run.device.type == "cuda" else []
+    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
+    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
@@ -715,7 +718,9 @@ class CompiledTD3Agent(nn.Module):
         self.actor_module = FlatModule(DeterministicActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
         self.actor = nn.Buffer(self.actor_module.flatten().to(device))
-        self.critics = nn.Buffer(torch.stack([self.q_module.flatten(), twin.flatten()]).to(device))
+        critics = torch.stack([self.q_module.flatten(), twin.flatten()])
+        # Zeros at the end, as a GPU is slow at products with matrices that don't lie at multiples of 16 bytes
+        self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
         self.target_actor, self.target_critics = nn.Buffer(self.actor.clone()), nn.Buffer(self.critics.clone())
         self.actor_optimizer = Adam(self.actor, lr=args.learning_rate)
         self.critic_optimizer = Adam(self.critics, lr=args.learning_rate)

@@ -56,9 +56,13 @@ def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0
 
 
 def flat(module):
-    """A module's parameters as the compiled scripts keep them: a vector, or a row for each member of a ModuleList."""
+    """A module's parameters as the compiled scripts keep them: a vector, or a row for each member of a ModuleList.
+
+    Rows are filled up with zeros.
+    """
     if isinstance(module, torch.nn.ModuleList):
-        return torch.stack([flat(member) for member in module])
+        rows = torch.stack([flat(member) for member in module])
+        return torch.nn.functional.pad(rows, (0, -rows.shape[1] % 16))
     return flattened(p.detach() for p in module.parameters())
 
 
@@ -81,6 +85,14 @@ def assert_same(ours, theirs):
     difference = (ours - theirs).abs()
     assert difference.max() < 1e-4
     assert (difference > 2e-6).float().mean() < 1e-3
+
+
+def assert_rows_are_aligned(compiled):
+    """Each critic begins at a multiple of 64 bytes, for which zeros follow it that no update moves."""
+    size = sum(parameter.numel() for parameter in compiled.q_module.module.parameters())
+    for critics in (compiled.critics, compiled.target_critics):
+        assert critics.is_contiguous() and critics.shape[1] == size + -size % 16 > size
+        assert critics[:, size:].eq(0).all() and critics[:, :size].ne(0).any(1).all()
 
 
 def assert_actions_keep_to_bounds(pair):

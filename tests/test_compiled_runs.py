@@ -3,6 +3,8 @@
 import copy
 import importlib
 import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,3 +156,22 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
     steps = {"sac_continuous_action": 3, "td3_continuous_action": 3, "dqn": 1, "ppo_memory": 3}
     assert len(warmed_up) == steps.get(script.removesuffix("_torchcompile"), 2)
     assert len({id(step) for step in warmed_up}) == len(warmed_up), "each once"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_warm_up_is_quiet_and_changes_nothing(script, recwarn):
+    """What Inductor has to say of its own choices on a GPU does not reach the terminal."""
+    agent, numbers = torch.nn.BatchNorm1d(3), []
+
+    def step():
+        warnings.warn("TensorFloat32 tensor cores available but not enabled", stacklevel=1)
+        agent.running_mean.add_(torch.rand(3))
+        numbers.append(torch.rand(()).item())
+
+    state = torch.get_rng_state()
+    module = importlib.import_module(script)
+    module.warm_up([step], agent, SimpleNamespace(device=torch.device("cpu")))
+    assert len(set(numbers)) == 5 and torch.equal(torch.get_rng_state(), state)
+    assert agent.running_mean.eq(0).all() and not recwarn
+    warnings.warn("of the run itself", stacklevel=1)
+    assert len(recwarn) == 1, "only the warm-up is quiet"

@@ -141,6 +141,7 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
     assert torch.allclose(compiled.log_alpha, eager.log_alpha.detach(), atol=1e-6)
     assert compiled.losses["actor_loss"].item() == pytest.approx(eager.losses["actor_loss"].item(), rel=1e-4)
     assert compiled.losses["alpha_loss"].item() == pytest.approx(eager.losses["alpha_loss"].item(), rel=1e-4)
+    agents.assert_rows_are_aligned(compiled)
 
 
 def test_alpha_moves_only_when_tuned_and_enters_as_its_exponential():

@@ -130,6 +130,7 @@ def test_three_compiled_updates_are_those_of_the_eager_version():
     for ours, theirs in NETWORKS.items():
         agents.assert_same(getattr(compiled, ours), agents.flat(getattr(eager, theirs)))
     assert compiled.losses["actor_loss"].item() == pytest.approx(eager.losses["actor_loss"].item(), rel=1e-4)
+    agents.assert_rows_are_aligned(compiled)
 
 
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
