@@ -733,7 +733,7 @@ class CompiledSACAgent(nn.Module):
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
         self.actor = nn.Buffer(self.actor_module.flatten().to(device))
         critics = torch.stack([self.q_module.flatten(), twin.flatten()])
-        # Zeros at the end, as a GPU is slow at products with matrices that don't lie at multiples of 16 bytes
+        # Zeros fill the rows, so that both begin at multiples of 64 bytes: cuBLAS is slower where 16 do not divide it
         self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
         self.target_critics = nn.Buffer(self.critics.clone())
         log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))
