@@ -147,7 +147,7 @@ class MemoryPolicy(nn.Module):
         self.network, self.space, self.state = network, space, network.cell.initial_state(1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output, *_, self.state = self.network(inputs, self.state, inputs[:, -1])
+        output, *_, self.state = self.network(inputs, self.state)
         if isinstance(self.space, gym.spaces.Discrete):
             return output.argmax(1)
         return output.clamp(torch.as_tensor(self.space.low), torch.as_tensor(self.space.high))

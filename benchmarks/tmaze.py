@@ -75,7 +75,7 @@ class VectorTMaze(gym.vector.VectorEnv):
             reward, terminated = (actions == self.goal).astype(np.float64), ~terminated
         self.place += 1
         here = JUNCTION if self.place >= self.length else CORRIDOR
-        return np.tile(here, (self.num_envs, 1)), reward, terminated, truncated, {}
+        return here[None].repeat(self.num_envs, 0), reward, terminated, truncated, {}
 
 
 for name, length in {"TMaze-v0": 10, **{f"TMaze{length}-v0": length for length in LENGTHS}}.items():

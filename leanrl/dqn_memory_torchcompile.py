@@ -552,6 +552,7 @@ class Environments:
         if any(goal in args.env_id for goal in ("Fetch", "GoTo", "PutNear", "LockedRoom")) and self.is_minigrid:
             fail("env_id", args.env_id, "its goal is told in words, which the agent can't read")
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
+        self.codes = np.eye(self.action_dim, dtype=np.float32)  # of discrete actions, one-hot
         try:
             self.begin(0)
         except NoCodeError as error:
@@ -579,14 +580,15 @@ class Environments:
         if self.is_minigrid:
             observation = (observation["image"], observation["direction"])
         encoded = encode(self.observation_space, observation)
-        encoded[:, self.hidden] = 0
+        if self.hidden:
+            encoded[:, self.hidden] = 0
         self.inputs = np.concatenate([encoded, self.previous, self.is_first[:, None]], 1, dtype=np.float32)
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> reward, terminated, truncated, and whether they are valid; [N] each."""
         if self.is_discrete:
             action = action.astype(np.int32)
-            self.previous = np.eye(self.action_dim, dtype=np.float32)[action]
+            self.previous = self.codes[action]
             taken = action + self.action_space.start
         else:
             taken = self.previous = action.clip(self.action_space.low, self.action_space.high)
@@ -1191,7 +1193,8 @@ def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
 class RecurrentQNetwork(nn.Module):
     """The value of every action, and the state afterwards.
 
-    [T, B, inputs], [B, ...], [T, B] -> [T, B, actions], [B, ...]; or one step, without T.
+    [T, B, inputs], [B, ...] -> [T, B, actions], [B, ...]; or one step, without T. The last input says whether an
+    episode begins.
     """
 
     def __init__(self, inputs: int, actions: int, cell: Cell, size: int):
@@ -1203,9 +1206,9 @@ class RecurrentQNetwork(nn.Module):
         hidden = nn.Sequential(orthogonal(nn.Linear(size, size), gain), nn.Tanh())
         self.head = nn.Sequential(hidden, orthogonal(nn.Linear(size, actions), 1.0))
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
+    def forward(self, x: torch.Tensor, state: torch.Tensor):
         run = self.cell.step if x.ndim == 2 else self.cell
-        memory, state = run(self.encoder(x), state, reset)
+        memory, state = run(self.encoder(x), state, x[..., -1])
         return self.head(memory), state
 
 
@@ -1242,12 +1245,12 @@ class SliceReplay:
     """
 
     def __init__(self, args: Args, inputs: int, state: torch.Tensor, device: torch.device):
-        shapes = {"input": (inputs,)} | {name: () for name in ("reset", "action", "reward", "terminated", "valid")}
+        shapes = {"input": (inputs,)} | {name: () for name in ("action", "reward", "terminated", "valid")}
         shapes |= {"state": state.shape[1:]} if args.start_state == "stored" else {}
         most = 2 * (args.total_timesteps + args.num_envs)  # every second row only resets if episodes last one step
         self.rows, self.added = min(args.buffer_size, most) // args.num_envs, 0
         self.sizes, self.device = (args.batch_size // args.slice_length, args.num_envs), device
-        dtypes = {"action": torch.int32} | dict.fromkeys(("reset", "terminated", "valid"), torch.bool)
+        dtypes = {"action": torch.int32} | dict.fromkeys(("terminated", "valid"), torch.bool)
         self.fields = {
             name: torch.zeros(self.rows, args.num_envs, *shape, dtype=dtypes.get(name, torch.float32), device=device)
             for name, shape in shapes.items()
@@ -1379,22 +1382,22 @@ class CompiledMemoryDQNAgent(nn.Module):
         slices = args.batch_size // args.slice_length
         self.state, self.zero_state = (cell.initial_state(n).to(device) for n in (args.num_envs, slices))
         self.buffer = SliceReplay(args, inputs, self.state, device)
-        # Sent for each step of the environments: what is seen, whether an episode begins, and of the row before the
-        # reward, whether it terminated, and whether it is valid
-        self.widths = [inputs, 1, 1, 1, 1]
+        # Sent for each step of the environments: what is seen, and of the row before the reward, whether it terminated,
+        # and whether it is valid
+        self.widths = [inputs, 1, 1, 1]
         self.host_seen, self.seen = mirrored(args.num_envs, sum(self.widths), device=device)
         self.columns = [column.numpy() for column in self.host_seen.split(self.widths, 1)]
         self.host_action, self.action = mirrored(args.num_envs, device=device, dtype=torch.long)
         self.epsilon = torch.zeros((), device=device)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
 
-    def q_values(self, network, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
+    def q_values(self, network, x: torch.Tensor, state: torch.Tensor):
         """The value of each action in consecutive steps, and the state afterwards; see the network."""
-        return self.q_module(network, x, state, reset)
+        return self.q_module(network, x, state)
 
     def act(self, envs: Environments, epsilon: float) -> np.ndarray:
         """Actions, at random with probability ε, else greedy; a row of the replay begins with them; [num_envs]."""
-        self.columns[0][:], self.columns[1][:, 0] = envs.inputs, envs.is_first
+        self.columns[0][:] = envs.inputs
         self.seen.copy_(self.host_seen, non_blocking=True)
         self.epsilon.fill_(epsilon)
         self.buffer.begin_row()
@@ -1404,17 +1407,17 @@ class CompiledMemoryDQNAgent(nn.Module):
 
     def choose(self) -> None:
         """Chooses actions, brings the state to after this step, and writes what is new into the replay."""
-        x, reset, reward, terminated, valid = self.seen.split(self.widths, 1)
-        q, state = self.q_values(self.q_network, x, self.state, reset.squeeze(1))
+        x, reward, terminated, valid = self.seen.split(self.widths, 1)
+        q, state = self.q_values(self.q_network, x, self.state)
         self.action.copy_(epsilon_greedy(q, self.epsilon))
         outcome = {"reward": reward, "terminated": terminated, "valid": valid}
         self.buffer.write(self.buffer.newest - 1, **{name: column.squeeze(1) for name, column in outcome.items()})
-        self.buffer.write(self.buffer.newest, input=x, reset=reset.squeeze(1), action=self.action, state=self.state)
+        self.buffer.write(self.buffer.newest, input=x, action=self.action, state=self.state)
         self.state.copy_(state)
 
     def observe(self, step: Mapping[str, np.ndarray]) -> None:
         """Keeps what came of the actions, to be sent with what is seen next."""
-        for column, name in zip(self.columns[2:], ("reward", "terminated", "valid"), strict=True):
+        for column, name in zip(self.columns[1:], ("reward", "terminated", "valid"), strict=True):
             column[:, 0] = step[name]
 
     def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1422,7 +1425,7 @@ class CompiledMemoryDQNAgent(nn.Module):
 
         The next action is the network's best, its value the target's (van Hasselt et al. 2016, eq. 4).
         """
-        burn_in, x, reset = self.args.burn_in, batch["input"], batch["reset"]
+        burn_in, x = self.args.burn_in, batch["input"]
         names = ("action", "reward", "terminated", "valid")
         action, reward, terminated, valid = (batch[name][burn_in:-1] for name in names)
 
@@ -1430,8 +1433,8 @@ class CompiledMemoryDQNAgent(nn.Module):
             state = batch.get("state", self.zero_state)
             if burn_in:
                 with torch.no_grad():
-                    _, state = self.q_values(network, x[:burn_in], state, reset[:burn_in])
-            return self.q_values(network, x[burn_in:], state, reset[burn_in:])[0]
+                    _, state = self.q_values(network, x[:burn_in], state)
+            return self.q_values(network, x[burn_in:], state)[0]
 
         q = values(q_network)
         with torch.no_grad():

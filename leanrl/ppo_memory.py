@@ -508,6 +508,7 @@ class Environments:
         if any(goal in args.env_id for goal in ("Fetch", "GoTo", "PutNear", "LockedRoom")) and self.is_minigrid:
             fail("env_id", args.env_id, "its goal is told in words, which the agent can't read")
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
+        self.codes = np.eye(self.action_dim, dtype=np.float32)  # of discrete actions, one-hot
         try:
             self.begin(0)
         except NoCodeError as error:
@@ -535,14 +536,15 @@ class Environments:
         if self.is_minigrid:
             observation = (observation["image"], observation["direction"])
         encoded = encode(self.observation_space, observation)
-        encoded[:, self.hidden] = 0
+        if self.hidden:
+            encoded[:, self.hidden] = 0
         self.inputs = np.concatenate([encoded, self.previous, self.is_first[:, None]], 1, dtype=np.float32)
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> reward, terminated, truncated, and whether they are valid; [N] each."""
         if self.is_discrete:
             action = action.astype(np.int32)
-            self.previous = np.eye(self.action_dim, dtype=np.float32)[action]
+            self.previous = self.codes[action]
             taken = action + self.action_space.start
         else:
             taken = self.previous = action.clip(self.action_space.low, self.action_space.high)
@@ -1147,7 +1149,8 @@ def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
 class RecurrentActorCritic(nn.Module):
     """Logits of discrete actions, or mean and log standard deviation of others, the value, and the state afterwards.
 
-    [T, B, inputs], [B, ...], [T, B] -> [T, B, outputs], [outputs] or None, [T, B], [B, ...]; or one step, without T.
+    [T, B, inputs], [B, ...] -> [T, B, outputs], [outputs] or None, [T, B], [B, ...]; or one step, without T. The last
+    input says whether an episode begins.
     """
 
     def __init__(self, inputs: int, outputs: int, is_discrete: bool, cell: Cell, size: int):
@@ -1161,9 +1164,9 @@ class RecurrentActorCritic(nn.Module):
         self.critic = nn.Sequential(hidden[1], orthogonal(nn.Linear(size, 1), 1.0))
         self.log_std = None if is_discrete else nn.Parameter(torch.zeros(outputs))
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
+    def forward(self, x: torch.Tensor, state: torch.Tensor):
         run = self.cell.step if x.ndim == 2 else self.cell
-        memory, state = run(self.encoder(x), state, reset)
+        memory, state = run(self.encoder(x), state, x[..., -1])
         return self.actor(memory), self.log_std, self.critic(memory).squeeze(-1), state
 
 
@@ -1226,19 +1229,19 @@ class MemoryPPOAgent(nn.Module):
         super().__init__()
         self.args = args
         shapes = {"input": envs.inputs.shape[1:], "action": envs.action_space.shape}
-        names = ("reset", "reward", "terminated", "truncated", "valid")
+        names = ("reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
         cell = CELLS[args.cell](args.hidden_size)
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
         self.network = RecurrentActorCritic(*sizes).to(device)
         self.state, self.first_state = (cell.initial_state(args.num_envs).to(device) for _ in range(2))
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
-        self.seen = [mirrored(args.num_envs, *shapes["input"], device=device), mirrored(args.num_envs, device=device)]
+        self.host_input, self.input = mirrored(args.num_envs, *shapes["input"], device=device)
         self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
         self.row = torch.zeros(1, dtype=torch.long, device=device)
         size = (args.num_steps, args.num_envs)
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
-        self.batch = {name: self.rollout.tensors[name] for name in ("input", "reset", "action", "valid")} | estimates
+        self.batch = {name: self.rollout.tensors[name] for name in ("input", "action", "valid")} | estimates
         self.minibatch = torch.zeros(args.num_envs // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -1257,15 +1260,14 @@ class MemoryPPOAgent(nn.Module):
             moments = torch.stack([power.sum() for power in powers]) / valid.sum().clamp(min=1)
             self.return_moments.lerp_(moments, 0.1)
 
-    def policy_and_value(self, network, x: torch.Tensor, state: torch.Tensor, reset: torch.Tensor):
+    def policy_and_value(self, network, x: torch.Tensor, state: torch.Tensor):
         """The network's outputs for consecutive steps, or for one; shapes as there."""
-        return network(x, state, reset)
+        return network(x, state)
 
     def upload_inputs(self, envs: Environments) -> None:
-        """Sends the environments' inputs, and where episodes begin, to the device."""
-        for (host, seen), array in zip(self.seen, (envs.inputs, envs.is_first), strict=True):
-            host.numpy()[:] = array
-            seen.copy_(host, non_blocking=True)
+        """Sends the environments' inputs to the device."""
+        self.host_input.numpy()[:] = envs.inputs
+        self.input.copy_(self.host_input, non_blocking=True)
 
     def act(self, t: int, envs: Environments) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, ...]."""
@@ -1276,14 +1278,13 @@ class MemoryPPOAgent(nn.Module):
         self.choose()
         self.host_action.copy_(self.action)
         self.rollout.arrays["action"][t] = self.host_action.numpy()
-        self.rollout.arrays["input"][t], self.rollout.arrays["reset"][t] = envs.inputs, envs.is_first
+        self.rollout.arrays["input"][t] = envs.inputs
         return self.rollout.arrays["action"][t]
 
     @torch.no_grad()
     def choose(self) -> None:
         """Samples actions, enters what goes with them in the batch's `row`, and brings the state to after this step."""
-        (_, x), (_, reset) = self.seen
-        policy, log_std, value, state = self.policy_and_value(self.network, x, self.state, reset)
+        policy, log_std, value, state = self.policy_and_value(self.network, self.input, self.state)
         action = sample(policy, log_std)
         log_prob, _ = log_prob_and_entropy(policy, log_std, action)
         self.action.copy_(action)
@@ -1298,8 +1299,7 @@ class MemoryPPOAgent(nn.Module):
         its last observation, and is not valid.
         """
         args, rollout = self.args, self.rollout.tensors
-        (_, x), (_, reset) = self.seen
-        _, _, last_value, _ = self.policy_and_value(self.network, x, self.state, reset)
+        _, _, last_value, _ = self.policy_and_value(self.network, self.input, self.state)
         mean, deviation = self.return_scale()
         values = mean + deviation * torch.cat([self.batch["value"], last_value[None]])
         value, next_value = values[:-1], values[1:]
@@ -1313,7 +1313,7 @@ class MemoryPPOAgent(nn.Module):
 
     def evaluate(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probabilities of a batch's actions, the policy's entropy, and the value; [T, B] each."""
-        policy, log_std, value, _ = self.policy_and_value(network, batch["input"], batch["state"], batch["reset"])
+        policy, log_std, value, _ = self.policy_and_value(network, batch["input"], batch["state"])
         return *log_prob_and_entropy(policy, log_std, batch["action"]), value
 
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

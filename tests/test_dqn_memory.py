@@ -46,7 +46,7 @@ class Played:
     @torch.no_grad()
     def play(self, steps, epsilon=0.5):
         for _ in range(steps):
-            row = {"input": self.envs.inputs, "reset": self.envs.is_first, "state": self.agent.state.numpy().copy()}
+            row = {"input": self.envs.inputs, "state": self.agent.state.numpy().copy()}
             row["action"] = self.agent.act(self.envs, epsilon).copy()
             step = self.envs.step(row["action"])
             self.agent.observe(step)
@@ -73,11 +73,11 @@ def test_slices_are_consecutive_rows_that_happened(script, start_state):
     for _ in range(30):
         played.play(2)
         first, env, batch = played.every_slice()
-        assert set(batch) - {"state"} == {"input", "reset", "action", *OUTCOME}
+        assert set(batch) - {"state"} == {"input", "action", *OUTCOME}
         assert ("state" in batch) is (start_state == "stored")
         for b, (n, i) in enumerate(zip(first, env)):
             rows = played.rows[n : n + length + 1]
-            for name in ("input", "reset", "action", *OUTCOME):
+            for name in ("input", "action", *OUTCOME):
                 count = length + (name not in OUTCOME)  # of the row that follows nothing more is needed
                 expected = torch.tensor(np.stack([row[name][i] for row in rows[:count]])).float()
                 assert torch.equal(batch[name][:count, b], expected)
@@ -89,6 +89,11 @@ def test_slices_are_consecutive_rows_that_happened(script, start_state):
     assert len(played.rows) > 3 * played.agent.buffer.rows
 
 
+def resets(batch):
+    """Where episodes begin, which the last input says; [T, B]."""
+    return batch["input"][..., -1]
+
+
 def assert_followed(batch):
     """Each valid step that is not terminated is followed by what it led to, each reset by a first row."""
     key, episode, step = (16 * batch["input"][..., :3]).long().unbind(-1)
@@ -96,7 +101,7 @@ def assert_followed(batch):
     assert torch.equal(key[1:], key[:-1])
     assert torch.equal(episode[1:], episode[:-1] + ~valid)
     assert torch.equal(step[1:], torch.where(valid, step[:-1] + 1, 0))
-    assert torch.equal(batch["reset"][1:] > 0, ~valid) and torch.equal(batch["reset"], batch["input"][..., -1])
+    assert torch.equal(resets(batch)[1:] > 0, ~valid)
 
 
 @each_script
@@ -106,8 +111,8 @@ def test_next_observation_is_in_the_row_that_follows(script):
     played.play(75)
     *_, batch = played.every_slice()
     assert_followed(batch)
-    for name in ("reset", "terminated", "valid"):
-        assert 0 < batch[name].mean() < 1
+    for flags in (resets(batch), batch["terminated"], batch["valid"]):
+        assert 0 < flags.mean() < 1
 
 
 @each_script
@@ -120,11 +125,12 @@ def test_stored_state_is_that_of_the_episode_so_far(script, cell):
     first, env, batch = played.every_slice()
     with torch.no_grad():
         for b, (n, i) in enumerate(zip(first, env)):
-            begins = max(m for m in range(n + 1) if played.rows[m]["reset"][i])
+            begins = max(m for m in range(n + 1) if played.rows[m]["input"][i, -1])
             if begins == n:
                 continue
             x = torch.tensor(np.stack([row["input"][i] for row in played.rows[begins:n]]))[:, None]
-            _, state = network(x, network.cell.initial_state(1), torch.zeros(n - begins, 1))
+            assert x[0, 0, -1] == 1 and not x[1:, 0, -1].any()
+            _, state = network(x, network.cell.initial_state(1))
             torch.testing.assert_close(batch["state"][b], state[0], rtol=0, atol=1e-5)
 
 
@@ -151,7 +157,7 @@ def test_replay_goes_on_from_a_checkpoint(script, steps):
             assert batch["input"][0, b].tolist() == after.rows[n]["input"][i].tolist()
             joint = steps - 1 - n
             if 0 <= joint < 5:
-                assert batch["reset"][joint + 1, b] == 1
+                assert resets(batch)[joint + 1, b] == 1
 
 
 @pytest.mark.parametrize("steps", [13, 50], ids=["part", "wrapped"])
@@ -229,15 +235,14 @@ def made_up_batch(courses, actions, state, inputs):
     generator = torch.Generator().manual_seed(1)
     steps, count = len(courses[0]) + 1, len(courses)
     kinds = np.array([[*course, "within"] for course in courses]).T
-    reset = torch.zeros(steps, count)
-    reset[1:] = torch.tensor(kinds[:-1] == "reset")
     batch = {
-        "input": torch.randn(steps, count, inputs, generator=generator), "reset": reset,
+        "input": torch.randn(steps, count, inputs, generator=generator),
         "action": torch.randint(actions, (steps, count), generator=generator).float(),
         "reward": torch.randn(steps, count, generator=generator),
         "terminated": torch.tensor(kinds == "terminated").float(),
         "valid": torch.tensor(kinds != "reset").float(),
     }  # fmt: skip
+    resets(batch)[0], resets(batch)[1:] = 0, torch.tensor(kinds[:-1] == "reset")
     return batch | {"state": torch.randn(count, *state.shape[1:], generator=generator)}
 
 
@@ -246,13 +251,13 @@ def loss_by_hand(agent, batch, gamma, burn_in):
 
     def values(network, b):
         state, rows = batch["state"][b : b + 1], []
-        for x, reset in zip(batch["input"][:, b : b + 1], batch["reset"][:, b : b + 1]):
-            q, state = network(x, state, reset)
+        for x in batch["input"][:, b : b + 1]:
+            q, state = network(x, state)
             rows.append(q[0])
         return rows
 
     results = []
-    for b in range(batch["reset"].shape[1]):
+    for b in range(batch["input"].shape[1]):
         q, target_q = values(agent.q_network, b), values(agent.target_network, b)
         errors, taken = [], []
         for t in range(burn_in, len(q) - 1):
@@ -322,11 +327,11 @@ def test_burn_in_carries_the_state_and_no_loss(script, cell):
     whole, rest = (Played(script, cell=cell, slice_length=length, burn_in=b) for length, b in ((8, 3), (5, 0)))
     inputs = whole.envs.inputs.shape[1]
     batch = made_up_batch([("within",) * 8] * 4, whole.envs.action_dim, whole.agent.state, inputs)
-    batch["reset"][1, 0] = batch["reset"][6, 1] = 1
+    resets(batch)[1, 0] = resets(batch)[6, 1] = 1
     shorter = {name: each[3:] for name, each in batch.items() if name != "state"}
     with torch.no_grad():
         agent = whole.agent
-        _, shorter["state"] = agent.q_values(agent.q_network, batch["input"][:3], batch["state"], batch["reset"][:3])
+        _, shorter["state"] = agent.q_values(agent.q_network, batch["input"][:3], batch["state"])
     ours, theirs = gradient_of(whole.agent, batch), gradient_of(rest.agent, shorter)
     ours[1], before = ours[1][3:], ours[1][:3]
     assert not before.any()

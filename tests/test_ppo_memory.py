@@ -399,6 +399,11 @@ def hand_over(eager, compiled):
     compiled.optimizer.load_state_dict(new.state_dict())
 
 
+def resets(rollout):
+    """Where episodes begin, which the last input says; a view, [T, N]."""
+    return rollout["input"][..., -1]
+
+
 MOMENTS = torch.tensor([0.7, 0.7**2 + 1.5**2])  # of returns of 0.7 ± 1.5
 
 
@@ -414,7 +419,7 @@ def pair(cell="lru", kind="Discrete", **arguments):
         play(eager, envs)
     eager.return_moments.copy_(MOMENTS)
     hand_over(eager, compiled)
-    assert eager.rollout.arrays["reset"].any() and 0 < eager.rollout.arrays["valid"].mean() < 1
+    assert resets(eager.rollout.arrays).any() and 0 < eager.rollout.arrays["valid"].mean() < 1
     return eager, compiled, envs
 
 
@@ -428,8 +433,8 @@ def test_a_rollout_evaluated_is_what_acting_saw(script, kind, cell):
     agent = make_agent(script, envs, cell=cell)
     ask = agent.policy_and_value
 
-    def noting(network, x, state, reset):
-        answer = ask(network, x, state, reset)
+    def noting(network, x, state):
+        answer = ask(network, x, state)
         if x.ndim == 2:
             seen.append((x.clone(), state.clone(), answer[0].clone(), answer[2].clone()))
         return answer
@@ -443,7 +448,7 @@ def test_a_rollout_evaluated_is_what_acting_saw(script, kind, cell):
         assert cell == "none" or rollout == 0 or agent.first_state.any(), "it has been carried over"
         prepare(agent, envs)
         batch = agent.batch
-        assert 0 < batch["reset"].sum() < batch["reset"].numel() and torch.equal(batch["input"], x)
+        assert 0 < resets(batch).mean() < 1 and torch.equal(batch["input"], x)
         log_std = None if kind == "Discrete" else torch.zeros(3) + torch.as_tensor(log_std_of(agent))
         log_prob, _ = ppo_memory.log_prob_and_entropy(policy, log_std, batch["action"])
         with torch.no_grad():
@@ -467,7 +472,7 @@ def test_an_episode_has_nothing_of_the_one_before(kind):
     """At its first step another state makes no difference, at others it does."""
     eager, compiled, envs = pair(kind=kind, num_steps=16)
     prepare(eager, envs)
-    first = eager.batch["reset"].argmax(0)
+    first = resets(eager.batch).argmax(0)
     others = []
     for agent in (eager, compiled):
         prepare(agent, envs)
@@ -503,28 +508,29 @@ def scripted_pair(**arguments):
     count = rows.shape[1]
     envs = SimpleNamespace(
         inputs=generator.normal(size=(count, 7)).astype(np.float32),
-        is_first=rows[-1, :, 3] == 0,  # the last step has only reset
         action_space=gym.spaces.Discrete(3),
         action_dim=3,
         is_discrete=True,
     )
+    envs.inputs[:, -1] = rows[-1, :, 3] == 0  # the last step has only reset
     sizes = {"num_envs": count, "num_steps": 6, "num_minibatches": 1} | arguments
     eager, compiled = (make_agent(script, envs, **sizes) for script in CLASSES)
     arrays, size = eager.rollout.arrays, (6, count)
-    for name, column in zip(("reset", "terminated", "truncated", "valid"), rows.transpose(2, 0, 1), strict=True):
-        arrays[name][:] = column
     arrays["input"][:] = generator.normal(size=(*size, 7))
+    resets(arrays)[:], *ends = rows.transpose(2, 0, 1)
+    for name, column in zip(("terminated", "truncated", "valid"), ends, strict=True):
+        arrays[name][:] = column
     arrays["action"][:] = generator.integers(3, size=size)
     arrays["reward"][:] = generator.normal(size=size)
     eager.first_state = torch.as_tensor(generator.normal(size=eager.first_state.shape), dtype=torch.float32)
-    tensors, after = eager.rollout.tensors, torch.as_tensor(envs.is_first, dtype=torch.float32)
+    tensors = eager.rollout.tensors
     with torch.no_grad():  # what acting would have stored
         stored = eager.evaluate(eager.network, tensors | {"state": eager.first_state})
         eager.batch["log_prob"].copy_(stored[0])
         eager.batch["value"].copy_(stored[2])
-        *_, eager.state = eager.network(tensors["input"], eager.first_state, tensors["reset"])
+        *_, eager.state = eager.network(tensors["input"], eager.first_state)
         longer = torch.cat([tensors["input"], torch.as_tensor(envs.inputs)[None]])
-        *_, values, _ = eager.network(longer, eager.first_state, torch.cat([tensors["reset"], after[None]]))
+        *_, values, _ = eager.network(longer, eager.first_state)
     eager.return_moments.copy_(MOMENTS)
     hand_over(eager, compiled)
     return eager, compiled, envs, values
@@ -600,7 +606,7 @@ def test_loss_is_that_of_the_valid_rows(norm_adv, clip_vloss):
     batch = {name: tensor.clone() for name, tensor in eager.batch.items()}
     rows = batch["valid"] > 0
     with torch.no_grad():
-        policy, _, value, _ = eager.network(batch["input"], eager.first_state, batch["reset"])
+        policy, _, value, _ = eager.network(batch["input"], eager.first_state)
     policy = torch.distributions.Categorical(logits=policy[rows])
     ratio = (policy.log_prob(batch["action"][rows]) - batch["log_prob"][rows]).exp()
     advantage = batch["advantage"][rows]
@@ -639,9 +645,10 @@ def test_what_stands_in_masked_rows_makes_no_difference(cell, kind):
         assert gradient.abs().max() > 1e-4
         for size in (1.0, 1e3, 1e18):
             batch = {name: tensor.clone() for name, tensor in agent.batch.items()}
-            for name in batch.keys() - {"valid", "reset"}:
+            for name in batch.keys() - {"valid"}:
                 garbage = size * torch.randn(batch[name][masked].shape)
                 batch[name][masked] = garbage % 3 // 1 if name == "action" and kind == "Discrete" else garbage
+            resets(batch)[masked] = 0  # in such a row no episode begins
             other_loss, other_logged, other_gradient = loss_and_gradient(agent, batch)
             assert torch.equal(other_loss, loss) and torch.equal(other_gradient, gradient), size
             assert all(torch.equal(other_logged[name], logged[name]) for name in logged)
@@ -671,7 +678,7 @@ def assert_same_phase(eager, compiled, envs):
     args = eager.args
     prepare(eager, envs)
     prepare(compiled, envs)
-    for name in ("log_prob", "value", "advantage", "return", "input", "action", "reset", "valid"):
+    for name in ("log_prob", "value", "advantage", "return", "input", "action", "valid"):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
     assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
     epochs, kl = [torch.randperm(args.num_envs) for _ in range(args.update_epochs)], []
@@ -692,11 +699,11 @@ def assert_same_phase(eager, compiled, envs):
 
 def assert_same_phases(eager, compiled, envs):
     """The same, and again on the rollout after it, in which episodes begin elsewhere."""
-    before = eager.rollout.arrays["reset"].copy()
+    before = resets(eager.rollout.arrays).copy()
     assert_same_phase(eager, compiled, envs)
     play(eager, envs)
     hand_over(eager, compiled)
-    assert not np.array_equal(eager.rollout.arrays["reset"], before)
+    assert not np.array_equal(resets(eager.rollout.arrays), before)
     assert_same_phase(eager, compiled, envs)
 
 
@@ -752,7 +759,7 @@ def compilations():
 
 def test_nothing_is_compiled_in_the_window(compiled_run):
     assert compiled_run.opened == compiled_run.ended and "graph_break" not in compiled_run.ended
-    assert compiled_run.opened["stats"]["unique_graphs"] == len(compiled_run.steps) == 2
+    assert compiled_run.opened["stats"]["unique_graphs"] == len(compiled_run.steps) == 3
     summary = compiled_run.run.summary
     assert summary["updates"] > 4 * 6 and summary["variant"] == "compile" and summary["status"] == "finished"
 
@@ -770,19 +777,27 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
     """Replayed with resets that they have never seen: nowhere, everywhere, and at random."""
     agent, steps, before = compiled_run.agent, compiled_run.steps, compilations()
     generator, values = np.random.default_rng(0), []
-    envs = SimpleNamespace(inputs=generator.normal(size=(4, 7)).astype(np.float32), is_first=np.zeros(4, bool))
+    envs = SimpleNamespace(inputs=generator.normal(size=(4, 7)).astype(np.float32))
     agent.rollout.arrays["input"][:] = generator.normal(size=(8, 4, 7))
     agent.first_state.normal_()
     for share in (0, 1, 0.5, 0.2):
-        agent.rollout.arrays["reset"][:] = generator.random((8, 4)) < share
-        envs.is_first = generator.random(4) < share
-        prepare(agent, envs)
+        resets(agent.rollout.arrays)[:], envs.inputs[:, -1] = (
+            generator.random((8, 4)) < share,
+            generator.random(4) < share,
+        )
+        moments = agent.return_moments.clone()
+        prepare(agent, envs, steps["prepare"])
+        estimates = [agent.batch[name].clone() for name in ("advantage", "return")]
+        agent.return_moments.copy_(moments)
+        prepare(agent, envs, functools.partial(type(agent).prepare, agent))
+        for name, ours in zip(("advantage", "return"), estimates, strict=True):
+            torch.testing.assert_close(ours, agent.batch[name], rtol=1e-4, atol=1e-5)
         batch = {name: tensor[:, agent.minibatch] for name, tensor in agent.batch.items()}
         _, logged = agent.ppo_loss(agent.network, batch | {"state": agent.first_state[agent.minibatch]})
         steps["learn"]()
         torch.testing.assert_close(agent.losses, logged, rtol=1e-4, atol=1e-5)
         state = agent.state.clone()
-        _, _, value, after = agent.policy_and_value(agent.network, agent.seen[0][1], state, agent.seen[1][1])
+        _, _, value, after = agent.policy_and_value(agent.network, agent.input, state)
         agent.row.fill_(5)
         steps["choose"]()
         torch.testing.assert_close(agent.batch["value"][5], value, rtol=1e-4, atol=1e-5)
