@@ -89,6 +89,7 @@ PLAN = [
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 100_000, "seeds": [2, 3]},
     {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
+    {"script": SAC, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 1_000_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 250_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 1_000_000, "seeds": [1, 2]},
     {"script": SAC, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1]},

@@ -1239,9 +1239,11 @@ class MemoryPPOAgent(nn.Module):
         self.host_input, self.input = mirrored(args.num_envs, *shapes["input"], device=device)
         self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
         self.row = torch.zeros(1, dtype=torch.long, device=device)
-        size = (args.num_steps, args.num_envs)
-        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
-        self.batch = {name: self.rollout.tensors[name] for name in ("input", "action", "valid")} | estimates
+        size = (args.num_steps + 1, args.num_envs)  # the last row is of what follows the rollout
+        self.acted = {name: torch.zeros(size, device=device) for name in ("log_prob", "value")}
+        self.batch = {name: self.rollout.tensors[name] for name in ("input", "action", "valid")}
+        self.batch |= {name: rows[:-1] for name, rows in self.acted.items()}
+        self.batch |= {name: torch.zeros(size, device=device)[:-1] for name in ("advantage", "return")}
         self.minibatch = torch.zeros(args.num_envs // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -1281,14 +1283,22 @@ class MemoryPPOAgent(nn.Module):
         self.rollout.arrays["input"][t] = envs.inputs
         return self.rollout.arrays["action"][t]
 
+    def look_ahead(self, envs: Environments) -> None:
+        """Enters the value of what follows a rollout, by acting once more without a step of the environments."""
+        state = self.state.clone()
+        self.row.fill_(self.args.num_steps)
+        self.upload_inputs(envs)
+        self.choose()
+        self.state.copy_(state)
+
     @torch.no_grad()
     def choose(self) -> None:
-        """Samples actions, enters what goes with them in the batch's `row`, and brings the state to after this step."""
+        """Samples actions, writes what goes with them into the `row` of `acted`, and brings the state past this step."""
         policy, log_std, value, state = self.policy_and_value(self.network, self.input, self.state)
         action = sample(policy, log_std)
         log_prob, _ = log_prob_and_entropy(policy, log_std, action)
         self.action.copy_(action)
-        self.batch["log_prob"][self.row], self.batch["value"][self.row] = log_prob[None], value[None]
+        self.acted["log_prob"][self.row], self.acted["value"][self.row] = log_prob[None], value[None]
         self.state.copy_(state)
 
     @torch.no_grad()
@@ -1299,13 +1309,12 @@ class MemoryPPOAgent(nn.Module):
         its last observation, and is not valid.
         """
         args, rollout = self.args, self.rollout.tensors
-        _, _, last_value, _ = self.policy_and_value(self.network, self.input, self.state)
         mean, deviation = self.return_scale()
-        values = mean + deviation * torch.cat([self.batch["value"], last_value[None]])
+        values = mean + deviation * self.acted["value"]
         value, next_value = values[:-1], values[1:]
         error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         decay = args.gamma * args.gae_lambda * (1 - torch.maximum(rollout["terminated"], rollout["truncated"]))
-        advantage = linear_recurrence(decay, error, torch.zeros_like(last_value), reverse=True)
+        advantage = linear_recurrence(decay, error, torch.zeros_like(value[0]), reverse=True)
         self.update_return_scale(advantage + value, rollout["valid"])
         mean, deviation = self.return_scale()
         self.batch["advantage"].copy_(advantage)
@@ -1398,7 +1407,7 @@ def main(args: Args) -> None:
             # Learn from a full rollout (the last one may not get full)
             if t == args.num_steps:
                 agent.rollout.upload()
-                agent.upload_inputs(envs)
+                agent.look_ahead(envs)
                 agent.prepare()
                 for _ in range(args.update_epochs):
                     order = torch.randperm(args.num_envs, device=device)

@@ -377,7 +377,8 @@ def play(agent, envs):
 
 def prepare(agent, envs, step=None):
     agent.rollout.upload()
-    agent.upload_inputs(envs)
+    with torch.no_grad():
+        agent.look_ahead(envs)
     (step or agent.prepare)()
 
 
@@ -759,7 +760,7 @@ def compilations():
 
 def test_nothing_is_compiled_in_the_window(compiled_run):
     assert compiled_run.opened == compiled_run.ended and "graph_break" not in compiled_run.ended
-    assert compiled_run.opened["stats"]["unique_graphs"] == len(compiled_run.steps) == 3
+    assert compiled_run.opened["stats"]["unique_graphs"] == len(compiled_run.steps) == 2
     summary = compiled_run.run.summary
     assert summary["updates"] > 4 * 6 and summary["variant"] == "compile" and summary["status"] == "finished"
 
@@ -785,13 +786,7 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
             generator.random((8, 4)) < share,
             generator.random(4) < share,
         )
-        moments = agent.return_moments.clone()
-        prepare(agent, envs, steps["prepare"])
-        estimates = [agent.batch[name].clone() for name in ("advantage", "return")]
-        agent.return_moments.copy_(moments)
-        prepare(agent, envs, functools.partial(type(agent).prepare, agent))
-        for name, ours in zip(("advantage", "return"), estimates, strict=True):
-            torch.testing.assert_close(ours, agent.batch[name], rtol=1e-4, atol=1e-5)
+        prepare(agent, envs)
         batch = {name: tensor[:, agent.minibatch] for name, tensor in agent.batch.items()}
         _, logged = agent.ppo_loss(agent.network, batch | {"state": agent.first_state[agent.minibatch]})
         steps["learn"]()
