@@ -1293,7 +1293,7 @@ class MemoryPPOAgent(nn.Module):
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Samples actions, writes what goes with them into `acted`, at `row`, and brings the state to after this step."""
+        """Samples actions, writes what goes with them into `acted`, and brings the state to after this step."""
         policy, log_std, value, state = self.policy_and_value(self.network, self.input, self.state)
         action = sample(policy, log_std)
         log_prob, _ = log_prob_and_entropy(policy, log_std, action)

@@ -1364,7 +1364,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.state.copy_(state)
 
     def choose(self) -> None:
-        """Samples actions, writes what goes with them into `acted`, at `row`, and brings the state to after this step."""
+        """Samples actions, writes what goes with them into `acted`, and brings the state to after this step."""
         policy, log_std, value, state = self.policy_and_value(self.network, self.input, self.state)
         action = sample(policy, log_std)
         log_prob, _ = log_prob_and_entropy(policy, log_std, action)
