@@ -1377,7 +1377,8 @@ class MemoryDQNAgent(nn.Module):
 
     def learn(self) -> None:
         """One step of the optimiser, on random slices."""
-        loss, q_value = self.td_loss(self.q_network, self.buffer.sample())
+        batch = self.buffer.sample()
+        loss, q_value = self.td_loss(self.q_network, batch)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.q_network.parameters(), self.args.max_grad_norm)

@@ -266,7 +266,7 @@ def test_policy_remembers_as_the_agent_does(script, trained, folder_of):
     inputs[..., -1] = torch.rand(60, 1) < 0.2
     policy.network.register_forward_hook(lambda network, given, outputs: seen.append(outputs[0]))
     with torch.no_grad():
-        outputs = ask(network, inputs, torch.zeros_like(agent.state[:1]), inputs[..., -1])[0]
+        outputs = ask(network, inputs, torch.zeros_like(agent.state[:1]))[0]
         actions = torch.stack([policy(row) for row in inputs])
     is_discrete = isinstance(space, gym.spaces.Discrete)
     expected = outputs.argmax(-1) if is_discrete else outputs.clamp(*map(torch.as_tensor, (space.low, space.high)))
@@ -278,7 +278,7 @@ def test_policy_remembers_as_the_agent_does(script, trained, folder_of):
 def test_a_memorys_mean_action_is_clipped_to_the_bounds():
     cell = SimpleNamespace(initial_state=lambda batch: torch.zeros(batch, 1))
     network = torch.nn.Identity()
-    network.forward, network.cell = lambda x, state, reset: (3 * x[:, :2], None, None, state), cell
+    network.forward, network.cell = lambda x, state: (3 * x[:, :2], None, None, state), cell
     policy = evaluate.MemoryPolicy(network, gym.spaces.Box(np.float32([-1, 0]), np.float32([2, 9])), {})
     assert policy(torch.tensor([[-1.0, 0.5, 1.0], [1.0, -1.0, 0.0]])).tolist() == [[-1, 1.5], [2, 0]]
 
