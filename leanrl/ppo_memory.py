@@ -1239,11 +1239,11 @@ class MemoryPPOAgent(nn.Module):
         self.host_input, self.input = mirrored(args.num_envs, *shapes["input"], device=device)
         self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
         self.row = torch.zeros(1, dtype=torch.long, device=device)
-        size = (args.num_steps + 1, args.num_envs)  # the last row is of what follows the rollout
-        self.acted = {name: torch.zeros(size, device=device) for name in ("log_prob", "value")}
+        steps, count = args.num_steps, args.num_envs  # the last row of `acted` is of what follows the rollout
+        self.acted = {name: torch.zeros(steps + 1, count, device=device) for name in ("log_prob", "value")}
         self.batch = {name: self.rollout.tensors[name] for name in ("input", "action", "valid")}
         self.batch |= {name: rows[:-1] for name, rows in self.acted.items()}
-        self.batch |= {name: torch.zeros(size, device=device)[:-1] for name in ("advantage", "return")}
+        self.batch |= {name: torch.zeros(steps, count, device=device) for name in ("advantage", "return")}
         self.minibatch = torch.zeros(args.num_envs // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}

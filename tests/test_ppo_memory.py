@@ -461,6 +461,23 @@ def test_a_rollout_evaluated_is_what_acting_saw(script, kind, cell):
         assert log_prob.std() > 1e-2 and value.std() > 1e-2
 
 
+@each_script
+@each_cell
+def test_looking_ahead_leaves_the_memory_as_it_was(script, cell):
+    """It enters the value of what the environments show, from the state after the rollout, and no more."""
+    envs = environments_of("CounterDiscrete-v0", 4)
+    envs.begin(0)
+    agent = make_agent(script, envs, cell=cell)
+    play(agent, envs)
+    state, rows = agent.state.clone(), {name: agent.batch[name].clone() for name in ("log_prob", "value")}
+    with torch.no_grad():
+        agent.look_ahead(envs)
+        _, _, value, after = agent.policy_and_value(agent.network, torch.as_tensor(envs.inputs), state)
+    assert torch.equal(agent.state, state) and (cell == "none" or not torch.equal(after, state))
+    torch.testing.assert_close(agent.acted["value"][-1], value, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(agent.batch[name], before) for name, before in rows.items())
+
+
 def log_std_of(agent):
     if hasattr(agent, "module"):
         names = [name for name, _ in agent.module.module.named_parameters()]
@@ -782,10 +799,8 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
     agent.rollout.arrays["input"][:] = generator.normal(size=(8, 4, 7))
     agent.first_state.normal_()
     for share in (0, 1, 0.5, 0.2):
-        resets(agent.rollout.arrays)[:], envs.inputs[:, -1] = (
-            generator.random((8, 4)) < share,
-            generator.random(4) < share,
-        )
+        resets(agent.rollout.arrays)[:] = generator.random((8, 4)) < share
+        envs.inputs[:, -1] = generator.random(4) < share
         prepare(agent, envs)
         batch = {name: tensor[:, agent.minibatch] for name, tensor in agent.batch.items()}
         _, logged = agent.ppo_loss(agent.network, batch | {"state": agent.first_state[agent.minibatch]})
