@@ -591,7 +591,8 @@ class Environments:
             self.previous = self.codes[action]
             taken = action + self.action_space.start
         else:
-            taken = self.previous = action.clip(self.action_space.low, self.action_space.high)
+            self.previous = action.clip(self.action_space.low, self.action_space.high)
+            taken = self.previous.copy()  # an environment may write to what it is given
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
         step = {"reward": reward, "terminated": terminated, "truncated": truncated, "valid": self.valid}
         self.is_first, self.valid = ~self.valid, ~(terminated | truncated)

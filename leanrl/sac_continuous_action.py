@@ -800,9 +800,9 @@ def main(args: Args) -> None:
             if is_learning and not agent.must_wait:
                 update_all()
 
-            # Step and store; where an episode has ended, the next one begins
+            # Step and store; where an episode has ended, the next one begins. An environment may write to its action
             for i, env in enumerate(envs):
-                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i].copy())
                 buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
             buffer.upload()

@@ -132,6 +132,8 @@ class Counter(gym.Env):
         if self.steps == self.fail_at:
             raise self.error("the environment broke down")
         reward = reward_of(self.key, self.episode, self.t, action)
+        if not self.discrete:
+            action.fill(np.nan)  # what it is given is its own
         if self.nan_from is not None and self.steps >= self.nan_from:
             reward = float("nan")
         if self.is_chancy:
