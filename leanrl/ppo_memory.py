@@ -136,7 +136,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 7
+CHECKPOINT_FORMAT = 8
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -201,6 +201,7 @@ class Run(contextlib.AbstractContextManager):
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
+        self.closed, self.last_log = None, None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
@@ -215,8 +216,8 @@ class Run(contextlib.AbstractContextManager):
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before, self.last_log = self.updates, (self.global_step, time.perf_counter())
-        self.start = self.last_log[1] - self.wall_seconds
+        self.updates_before, self.measured = self.updates, self.updates
+        self.start = time.perf_counter() - self.wall_seconds
         if args.track:
             import wandb
 
@@ -304,6 +305,7 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
+        self.last_log = self.last_log or (self.global_step, time.perf_counter())  # by now all is compiled
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             self.returns[i] = self.returns.get(i, 0.0) + float(reward)
@@ -322,6 +324,9 @@ class Run(contextlib.AbstractContextManager):
             self.learned_at = self.learned_at or step
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
+            self.measured = self.updates
+        elif self.updates > self.measured and hasattr(self.args, "num_steps"):
+            self.closed, self.measured = (step, self.now()), self.updates  # a rollout that never fills is only acted
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -383,14 +388,15 @@ class Run(contextlib.AbstractContextManager):
         status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
-        fps = round((self.global_step - first_step) / (end - opened), 2) if self.global_step > first_step else None
+        last_step, closed = self.closed or (self.global_step, end)
+        fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
         summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
         summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
-        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about, "peak_memory_bytes": peak}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
@@ -491,7 +497,7 @@ class Environments:
         if args.hide_velocities and name not in VELOCITIES:
             fail("hide_velocities", True, f"--env-id must be of {', '.join(VELOCITIES)}, not {args.env_id}")
         self.hidden = list(VELOCITIES[name]) if args.hide_velocities else []
-        sys.path += [os.getcwd(), str(Path(__file__).parents[1])]  # for a `module:Id`
+        sys.path += [os.getcwd(), str(Path(__file__).parent.parent)]  # for a `module:Id`
         self.envs = make_vector(args, range(args.num_envs))
         if self.is_minigrid:
             self.observation_space, space = MINIGRID, self.envs.action_space  # of one environment, as EnvPool has it
@@ -550,6 +556,8 @@ class Environments:
             self.previous = action.clip(self.action_space.low, self.action_space.high)
             taken = self.previous.copy()  # an environment may write to what it is given
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
+        if self.is_minigrid:
+            terminated = terminated | (truncated & (reward != 0))  # EnvPool tells nothing of a goal in the last step
         step = {"reward": reward, "terminated": terminated, "truncated": truncated, "valid": self.valid}
         self.is_first, self.valid = ~self.valid, ~(terminated | truncated)
         self.previous = self.previous * ~self.is_first[:, None]
@@ -1248,20 +1256,25 @@ class MemoryPPOAgent(nn.Module):
         self.minibatch = torch.zeros(args.num_envs // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
-        self.return_moments = nn.Buffer(torch.tensor([0.0, 1.0], device=device))  # mean and mean square
+        self.return_moments = nn.Buffer(torch.tensor([0.0, 1.0], device=device))  # mean and variance
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
 
     def return_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation of returns, [] each; the critic's output v stands for mean + deviation · v."""
-        mean, square = self.return_moments.unbind()
-        return mean, (square - mean.square()).clamp(min=1e-4).sqrt()
+        mean, variance = self.return_moments.unbind()
+        return mean, variance.clamp(min=1e-4).sqrt()
 
     def update_return_scale(self, returns: torch.Tensor, valid: torch.Tensor) -> None:
         """Follows the moments of the returns of rollouts (as Yu et al. 2022, section 5.1); [T, N], [T, N]."""
         if self.args.norm_value:
-            powers = (torch.where(valid > 0, power, 0) for power in (returns, returns.square()))
-            moments = torch.stack([power.sum() for power in powers]) / valid.sum().clamp(min=1)
-            self.return_moments.lerp_(moments, 0.1)
+            weight, count = 0.1 * (valid.sum() > 0), valid.sum().clamp(min=1)
+            mean = self.return_moments[0]
+            error = torch.where(valid > 0, returns - mean, 0)
+            shift = error.sum() / count
+            # By the mean square and its difference from the mean's square, large returns would lose all their digits
+            spread = torch.where(valid > 0, error - shift, 0).square().sum() / count
+            moments = torch.stack([mean + shift, spread + (1 - weight) * shift.square()])
+            self.return_moments.lerp_(moments, weight)
 
     def policy_and_value(self, network, x: torch.Tensor, state: torch.Tensor):
         """The network's outputs for consecutive steps, or for one; shapes as there."""
@@ -1329,15 +1342,15 @@ class MemoryPPOAgent(nn.Module):
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
         args, valid = self.args, batch["valid"] > 0
-        names = ("advantage", "return", "log_prob", "value")
-        advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
+        names = ("advantage", "return", "value")
+        advantage, returns, old_value = (torch.where(valid, batch[name], 0) for name in names)
         count = valid.sum().clamp(min=1)
 
         def mean(values: torch.Tensor) -> torch.Tensor:
             return torch.where(valid, values, 0).sum() / count
 
         log_prob, entropy, value = self.evaluate(network, batch)
-        log_ratio = log_prob - old_log_prob
+        log_ratio = torch.where(valid, log_prob - batch["log_prob"], 0)  # before exp, as its gradient may overflow
         ratio = log_ratio.exp()
         if args.norm_adv:
             advantage = advantage - mean(advantage)

@@ -123,7 +123,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 7
+CHECKPOINT_FORMAT = 8
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -188,6 +188,7 @@ class Run(contextlib.AbstractContextManager):
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
+        self.closed, self.last_log = None, None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
@@ -202,8 +203,8 @@ class Run(contextlib.AbstractContextManager):
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before, self.last_log = self.updates, (self.global_step, time.perf_counter())
-        self.start = self.last_log[1] - self.wall_seconds
+        self.updates_before, self.measured = self.updates, self.updates
+        self.start = time.perf_counter() - self.wall_seconds
         if args.track:
             import wandb
 
@@ -291,6 +292,7 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
+        self.last_log = self.last_log or (self.global_step, time.perf_counter())  # by now all is compiled
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             self.returns[i] = self.returns.get(i, 0.0) + float(reward)
@@ -309,6 +311,9 @@ class Run(contextlib.AbstractContextManager):
             self.learned_at = self.learned_at or step
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
+            self.measured = self.updates
+        elif self.updates > self.measured and hasattr(self.args, "num_steps"):
+            self.closed, self.measured = (step, self.now()), self.updates  # a rollout that never fills is only acted
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -370,14 +375,15 @@ class Run(contextlib.AbstractContextManager):
         status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
-        fps = round((self.global_step - first_step) / (end - opened), 2) if self.global_step > first_step else None
+        last_step, closed = self.closed or (self.global_step, end)
+        fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
         summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
         summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
-        summary |= {"fps_window": [first_step, self.global_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
         summary |= {"wall_seconds": round(end - self.start, 3), **self.about, "peak_memory_bytes": peak}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
@@ -424,6 +430,14 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
         print(f"replay buffer in the checkpoint: up to {size / 1e6:.1f} MB", flush=True)
         if size > free:
             fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
+
+
+def first_update_after(args: Args, run: Run) -> int:
+    """The steps before the first update: a run resumed without its replay collects one anew, or says it is too late."""
+    steps = args.learning_starts + (0 if args.save_replay else run.first_step)
+    if steps >= args.total_timesteps:
+        run.bar.write(f"no update is left: the replay, which was not saved, is filled until step {steps}", sys.stderr)
+    return steps
 
 
 # ---- Environments ----
@@ -853,7 +867,7 @@ def main(args: Args) -> None:
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
+        learning_starts = first_update_after(args, run)
         while run.global_step < args.total_timesteps:
             # Act
             is_learning = run.global_step >= learning_starts

@@ -47,7 +47,7 @@ def both(request, launch):
         now, leave = module.Run.now, module.Run.__exit__
 
         def noting_now(run):
-            if run.global_step:  # the clock is read in the loop only to open the window
+            if run.global_step:  # in the loop the clock is read only to open the window, and where it may end
                 seen.append((run.global_step, compilations()))
             return now(run)
 
@@ -70,7 +70,7 @@ def both(request, launch):
         patch.setattr(module.Run, "__exit__", noting_exit)
         guarded = launch(script, *flags, "--compile")
     assert guarded.episodes == compiled.episodes
-    return script, eager, compiled, seen[:2]
+    return script, eager, compiled, (seen[0], seen[-1])
 
 
 def test_nothing_is_compiled_in_the_window(both):
@@ -79,7 +79,7 @@ def test_nothing_is_compiled_in_the_window(both):
     opens = {"dqn_torchcompile": 104, "ppo_memory_torchcompile": 89}.get(
         script, 90 if script.startswith("ppo") else 102
     )
-    assert [opened, ended] == run.summary["fps_window"] == [opens, 160]
+    assert [opened, ended] == [opens, 160] and run.summary["fps_window"][0] == opens
     steps = {"sac_continuous_action": 4, "td3_continuous_action": 3, "dqn": 1, "ppo": 2, "ppo_continuous_action": 2}
     steps |= {"dqn_memory": 2, "ppo_memory": 2}
     assert before["stats"]["unique_graphs"] == steps[script.removesuffix("_torchcompile")]  # more if one was recompiled

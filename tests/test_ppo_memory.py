@@ -227,6 +227,18 @@ def test_minigrid(monkeypatch, env_id):
     assert ended >= 2
 
 
+@pytest.mark.parametrize("reward, terminated", [(0.1, True), (0.0, False)])
+def test_a_goal_in_minigrid_s_last_step_is_an_end(monkeypatch, reward, terminated):
+    """EnvPool tells only of the time limit then."""
+    pytest.importorskip("envpool")
+    envs = environments_of("MiniGrid-MemoryS7-v0", num_envs=1)
+    shown, *_ = envs.envs.step(np.zeros(1, np.int32))
+    last = shown, np.array([reward], np.float32), np.array([False]), np.array([True]), {}
+    monkeypatch.setattr(envs, "envs", SimpleNamespace(step=lambda action: last))
+    step = envs.step(np.zeros(1, np.float32))
+    assert step["terminated"] == [terminated] and step["truncated"] == [True]
+
+
 HIDDEN = {  # the columns of velocities, as the environments' documentation has them
     "CartPole-v1": [1, 3],
     "Pendulum-v1": [2],
@@ -405,7 +417,7 @@ def resets(rollout):
     return rollout["input"][..., -1]
 
 
-MOMENTS = torch.tensor([0.7, 0.7**2 + 1.5**2])  # of returns of 0.7 ± 1.5
+MOMENTS = torch.tensor([0.7, 1.5**2])  # of returns of 0.7 ± 1.5
 
 
 def pair(cell="lru", kind="Discrete", **arguments):
@@ -584,9 +596,10 @@ def test_advantages_of_every_pattern_of_ends(cell, norm_value):
         torch.testing.assert_close(agent.batch["advantage"][valid], expected[valid], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(agent.batch["value"], values[:-1], rtol=1e-4, atol=1e-5)
         returns = (expected + 0.7 + 1.5 * values[:-1])[valid]
-        moments = MOMENTS + norm_value * 0.1 * (torch.stack([returns.mean(), (returns**2).mean()]) - MOMENTS)
-        torch.testing.assert_close(agent.return_moments, moments, rtol=1e-4, atol=1e-5)
-        mean, deviation = moments[0], (moments[1] - moments[0] ** 2).sqrt()
+        powers = torch.tensor([0.7, 0.7**2 + 1.5**2])
+        powers += norm_value * 0.1 * (torch.stack([returns.mean(), (returns**2).mean()]) - powers)
+        mean, deviation = powers[0], (powers[1] - powers[0] ** 2).sqrt()
+        torch.testing.assert_close(agent.return_moments, torch.stack([mean, deviation**2]), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(agent.batch["return"][valid], (returns - mean) / deviation, rtol=1e-4, atol=1e-4)
 
 
@@ -688,6 +701,44 @@ def test_a_minibatch_without_a_valid_row_changes_nothing(script):
     batch = agent.batch | {"valid": torch.zeros_like(agent.batch["valid"])}
     loss, logged, gradient = loss_and_gradient(agent, batch)
     assert loss == 0 and not gradient.any() and not any(logged.values())
+
+
+@each_script
+def test_a_masked_row_of_any_density_leaves_the_gradient_finite(script):
+    """Where a narrow policy's action is near its mean, the density itself is no float32, and nor is its gradient."""
+    eager, compiled, envs = pair(kind="Continuous")
+    agent = eager if script == "ppo_memory" else compiled
+    prepare(agent, envs)
+    module = compiled.module
+    views = dict(zip(module.names, module.split(compiled.network), strict=True)) if agent is compiled else {}
+    batch = {name: tensor.clone() for name, tensor in agent.batch.items()} | {"state": agent.first_state}
+    masked = batch["valid"] == 0
+    with torch.no_grad():
+        views.get("log_std", eager.network.log_std).fill_(-40)
+        policy, *_ = agent.policy_and_value(agent.network, batch["input"], batch["state"])
+    batch["action"][masked] = policy[masked]  # the mean: a density of about e^(40 · 3)
+    assert masked.any() and (agent.evaluate(agent.network, batch)[0][masked] > 100).all()
+    loss, _, gradient = loss_and_gradient(agent, batch)
+    assert loss.isfinite() and gradient.isfinite().all()
+
+
+@each_script
+def test_the_scale_of_returns_is_right_where_they_are_large_and_alike(script):
+    eager, compiled, _ = pair()
+    agent, generator = eager if script == "ppo_memory" else compiled, torch.Generator().manual_seed(0)
+    valid = torch.ones(32, 8)
+    for _ in range(400):
+        agent.update_return_scale(1e4 + torch.randn(32, 8, generator=generator), valid)
+        mean, deviation = agent.return_scale()
+    assert abs(mean - 1e4) < 0.1 and 0.9 < deviation < 1.1
+
+
+@each_script
+def test_a_rollout_of_resets_alone_leaves_the_scale_of_returns(script):
+    eager, compiled, _ = pair()
+    agent = eager if script == "ppo_memory" else compiled
+    agent.update_return_scale(torch.full((4, 3), torch.nan), torch.zeros(4, 3))
+    assert torch.equal(agent.return_moments, MOMENTS)
 
 
 # ---- Updates ----
