@@ -249,10 +249,10 @@ class Actor:
         self, seeds: Sequence[int | None], mask: np.ndarray, options: dict | None
     ) -> tuple[np.ndarray, list[dict]]:
         """Resets the environments in the mask; observations [M, …] and infos of all."""
-        if seeds[0] is not None:
-            self.generator = np.random.default_rng([seeds[0], 1])  # another stream than that of the environment
-        infos = [{} for _ in self.envs]
-        for i in np.flatnonzero(mask):
+        infos, chosen = [{} for _ in self.envs], np.flatnonzero(mask)
+        if given := [seeds[i] for i in chosen if seeds[i] is not None]:
+            self.generator = np.random.default_rng([given[0], 1])  # another stream than that of the environment
+        for i in chosen:
             self.observations[i], infos[i] = self.envs[i].reset(seed=seeds[i], options=options)
             self.over[i] = False
         return self.observations, infos
@@ -274,7 +274,7 @@ class Actor:
         envs, shape = list(enumerate(self.envs)), (len(self.envs), *self.envs[0].action_space.shape)
         for own, observed, row in zip(actions, observations, observations[1:]):
             if policy is not None:
-                selected = policy(observed, generator)
+                selected = policy(observed.copy(), generator)  # which is free to write to it, as an environment is
                 if type(selected) is not np.ndarray:
                     selected = np.asarray(selected)
                 if selected.dtype is not kind or selected.shape != shape:
@@ -287,7 +287,7 @@ class Actor:
                     row[i], info = env.reset()
                     reward, terminated, truncated = 0.0, False, False
                 else:
-                    row[i], reward, terminated, truncated, info = env.step(own[i])
+                    row[i], reward, terminated, truncated, info = env.step(own[i].copy())
                 over[i] = terminated or truncated
                 log.append((reward, terminated, truncated))
                 if infos is not None:
@@ -420,8 +420,8 @@ class RayVectorEnv(VectorEnv):
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
         """Resets all environments, or those of options["reset_mask"]: observations [N, …] and infos.
 
-        seed: of the first environment, those of the others follow; or a list of them. The generators that policies are
-        called with are seeded, too. Raises ValueError.
+        seed: of the first environment, those of the others follow; or a list of them. The generator that an
+        actor's policy is called with follows the first of its seeds, if it has one. Raises ValueError.
         """
         self._check("reset")
         if seed is None or isinstance(seed, int | np.integer):

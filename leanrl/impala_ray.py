@@ -62,7 +62,7 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+NonNegative = Annotated[float, ("must lie in [0, 3.4e38]", 0, 3.4e38)]
 Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
@@ -106,7 +106,7 @@ class Args:
     fragment_length: Count = 32
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: Count = 1
-    """fragments that an update learns from, each once"""
+    """fragments of a batch, which is learned from as soon as they are there"""
     gamma: Fraction = 0.99
     """discount factor, per step"""
     learning_rate: Positive = 2e-3
@@ -808,6 +808,7 @@ class Fleet:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
         if self.version < 0:
             self.started = time.monotonic()  # what is compiled has been compiled
+            self.run.last_log = (self.run.global_step, time.perf_counter())
         self.version, self.consumed = self.version + 1, len(self.lags)
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))

@@ -60,7 +60,7 @@ Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Count = Annotated[int, ("must be at least 1", 1, math.inf)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
-NonNegative = Annotated[float, ("must be finite, at least 0", 0, sys.float_info.max)]
+NonNegative = Annotated[float, ("must lie in [0, 3.4e38]", 0, 3.4e38)]
 Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
 
@@ -758,6 +758,8 @@ class CompiledSACAgent(nn.Module):
         names = ("qf_loss", "actor_loss", "alpha", *["alpha_loss"] * args.autotune)
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.losses["alpha"].copy_(self.log_alpha.detach().exp())
+        for name, loss in self.losses.items():  # a resumed run logs them until they are computed anew
+            self.register_buffer(f"last_{name}", loss)
         self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)

@@ -26,7 +26,7 @@ ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
 AT_LEAST_1 = ("at least 1", [0, -1])
 POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])
-NOT_NEGATIVE = ("finite, at least 0", [-0.1, "nan", "inf"])
+NOT_NEGATIVE = ("must lie in [0, 3.4e38]", [-0.1, "nan", "inf", "1e39"])
 SHARE = ("[0, 1]", [-0.01, 1.01, "nan", "inf"])
 NUMBERS = {  # of each flag: what is allowed, and values that are not
     "total-timesteps": ("[1, 2**31)", [0, -1, 2**31]),

@@ -255,12 +255,33 @@ def test_without_replay_it_is_collected_anew_before_learning_goes_on(launch, mon
     monkeypatch.setattr(gym.spaces.Box, "sample", lambda space: sampled.append(space) or sample(space))
     resumed = resume(script, run.folder)
     frequency = 10 if script.startswith("dqn") else 1
-    assert resumed.run.updates - before == (300 - 110 - 40) // frequency
+    assert resumed.run.updates - before == (300 - 110 - 40) // frequency and "no update" not in resumed.err
     before, *_, after = [set(line) - set(LINE) for line in lines_of(run.folder, "metrics")]
     assert before == after and any("loss" in name for name in before)
     assert sampled == [] and len(resumed.made[0].actions) == 190
     launch(script, *small(script, 40))
     assert len(sampled) == (0 if script.startswith("dqn") else 40), "else this test sees nothing"
+
+
+@pytest.mark.parametrize("version", ["", "_torchcompile"])
+@pytest.mark.parametrize("algorithm", ["sac_continuous_action", "td3_continuous_action"])
+def test_losses_that_are_not_computed_anew_are_those_of_before(launch, algorithm, version):
+    flags = ["--save-replay", "--policy-frequency", 300]  # of the actor there is the first update alone
+    run = launch(algorithm + version, *small(algorithm, 40), *flags, raises=SystemExit, stop_after=110)
+    resume(algorithm + version, run.folder)
+    lines = lines_of(run.folder, "metrics")
+    assert [line["global_step"] for line in lines] == [100, 200, 300]
+    assert len({line["qf_loss"] for line in lines}) == 3 and lines[0]["actor_loss"] != 0
+    for name in {"actor_loss", "alpha", "alpha_loss"} & set(lines[0]):
+        assert len({line[name] for line in lines}) == 1
+
+
+@pytest.mark.parametrize("script", NO_REPLAY)
+def test_it_is_said_if_nothing_is_left_once_the_replay_is_collected_anew(launch, script):
+    run = launch(script, *small(script, 190), raises=SystemExit, stop_after=110)
+    resumed = resume(script, run.folder)
+    assert "no update is left" not in run.err and resumed.run.updates == 0 and resumed.run.global_step == 300
+    assert "no update is left: the replay, which was not saved, is filled until step 300" in resumed.err
 
 
 @pytest.mark.parametrize("script", [script for script in NO_REPLAY if script.startswith(("sac", "td3"))])

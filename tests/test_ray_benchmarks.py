@@ -25,6 +25,8 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 from torch import nn
 
+import environments
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -218,6 +220,29 @@ def test_rollouts_of_a_policy(cartpoles):
     again = [*cartpoles.rollouts(lean, 8, count=4), *cartpoles.rollouts(lean, 8, count=1)]
     for one, other in zip(again, parts, strict=True):
         assert_rollout(one, vars(other))
+
+
+def test_what_environments_and_policies_write_to_is_not_what_is_recorded():
+    actor = ray_vector_env.Actor()
+    actor.start([partial(gym.make, "CounterContinuous-v0", disable_env_checker=True)] * 2)
+    actor.reset([1, 2], np.ones(2, bool), None)
+
+    def policy(observations, generator):
+        observations.fill(np.nan)
+        return generator.uniform(environments.LOW, environments.HIGH, (2, 3)).astype(np.float32)
+
+    observations, actions, *_ = actor.rollout(30, policy=policy)
+    assert np.isfinite(observations).all() and np.isfinite(actions).all()
+
+
+def test_a_policy_s_numbers_follow_the_seeds_of_the_environments_that_are_reset():
+    actor, every, first = ray_vector_env.Actor(), np.ones(2, bool), np.array([True, False])
+    actor.start([partial(gym.make, "CartPole-v1")] * 2)
+    drawn = []
+    for seeds, mask in (([None, 5], every), ([None, 5], every), ([None, 5], first), ([6, None], first)):
+        actor.reset(seeds, mask, None)
+        drawn.append(actor.generator.random())
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3
 
 
 def test_each_actor_draws_its_own_numbers_after_the_seed(cartpoles):
