@@ -1508,6 +1508,8 @@ def main(args: Args) -> None:
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
             options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, in code that grows
+            # Large kernels apart from their wrapper, and no headers in advance for two graphs: seconds less to compile
+            options |= {"cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}
             # Else torch keeps no graph with it for the next run, which it may, until this file changes
             keys = {f"{__name__}.linear_recurrence": Path(__file__).read_text()}
             options |= {"unsafe_marked_cacheable_functions": keys}
