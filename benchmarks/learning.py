@@ -52,6 +52,7 @@ PLAN = [
     ),
     {"script": ATARI_PPO, "flags": "--compile", "env_id": "Breakout-v5", "steps": 1_500_000, "seeds": [1]},
     {"script": ATARI_PPO, "flags": "--compile", "env_id": "Pong-v5", "steps": 1_000_000, "seeds": [1]},
+    {"script": ATARI_PPO, "flags": "--compile", "env_id": "Pong-v5", "steps": 3_000_000, "seeds": [1]},
     {"script": SAC, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [1, 2, 3, 4]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 60_000, "seeds": [*range(1, 11)]},
     {"script": TD3, "flags": "--compile", "env_id": "InvertedPendulum-v4", "steps": 200_000, "seeds": [1, 2, 3]},
