@@ -106,7 +106,7 @@ class Args:
     fragment_length: Count = 32
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: Count = 1
-    """fragments of a batch, which is learned from as soon as they are there"""
+    """fragments in a batch; none is in two of them"""
     gamma: Fraction = 0.99
     """discount factor, per step"""
     learning_rate: Positive = 2e-3
@@ -196,7 +196,7 @@ class Run(contextlib.AbstractContextManager):
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed, self.last_log = None, None
+        self.closed = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
@@ -212,7 +212,8 @@ class Run(contextlib.AbstractContextManager):
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
         self.updates_before, self.measured = self.updates, self.updates
-        self.start = time.perf_counter() - self.wall_seconds
+        self.last_log = (self.global_step, time.perf_counter())
+        self.start = self.last_log[1] - self.wall_seconds
         if args.track:
             import wandb
 
@@ -300,7 +301,6 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
-        self.last_log = self.last_log or (self.global_step, time.perf_counter())  # by now all is compiled
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             self.returns[i] = self.returns.get(i, 0.0) + float(reward)
@@ -319,9 +319,10 @@ class Run(contextlib.AbstractContextManager):
             self.learned_at = self.learned_at or step
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            self.measured = self.updates
-        elif self.updates > self.measured and hasattr(self.args, "num_steps"):
-            self.closed, self.measured = (step, self.now()), self.updates  # a rollout that never fills is only acted
+            # With rollouts it closes at an update, as what comes after the last of them is acting alone
+            self.measured = self.updates if hasattr(self.args, "num_steps") else math.inf
+        elif self.updates > self.measured:
+            self.closed, self.measured = (step, self.now()), self.updates
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -400,6 +401,9 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
+        if status == "finished" and self.updates == self.updates_before:
+            steps = self.global_step - self.first_step
+            print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
         print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
@@ -808,7 +812,6 @@ class Fleet:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
         if self.version < 0:
             self.started = time.monotonic()  # what is compiled has been compiled
-            self.run.last_log = (self.run.global_step, time.perf_counter())
         self.version, self.consumed = self.version + 1, len(self.lags)
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))

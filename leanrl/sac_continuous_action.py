@@ -185,7 +185,7 @@ class Run(contextlib.AbstractContextManager):
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed, self.last_log = None, None
+        self.closed = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
@@ -201,7 +201,8 @@ class Run(contextlib.AbstractContextManager):
         self.folder = self.reopen_folder() if args.resume else self.make_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
         self.updates_before, self.measured = self.updates, self.updates
-        self.start = time.perf_counter() - self.wall_seconds
+        self.last_log = (self.global_step, time.perf_counter())
+        self.start = self.last_log[1] - self.wall_seconds
         if args.track:
             import wandb
 
@@ -289,7 +290,6 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
-        self.last_log = self.last_log or (self.global_step, time.perf_counter())  # by now all is compiled
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             self.returns[i] = self.returns.get(i, 0.0) + float(reward)
@@ -308,9 +308,10 @@ class Run(contextlib.AbstractContextManager):
             self.learned_at = self.learned_at or step
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            self.measured = self.updates
-        elif self.updates > self.measured and hasattr(self.args, "num_steps"):
-            self.closed, self.measured = (step, self.now()), self.updates  # a rollout that never fills is only acted
+            # With rollouts it closes at an update, as what comes after the last of them is acting alone
+            self.measured = self.updates if hasattr(self.args, "num_steps") else math.inf
+        elif self.updates > self.measured:
+            self.closed, self.measured = (step, self.now()), self.updates
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -389,6 +390,9 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
+        if status == "finished" and self.updates == self.updates_before:
+            steps = self.global_step - self.first_step
+            print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
         print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
@@ -427,14 +431,6 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
         print(f"replay buffer in the checkpoint: up to {size / 1e6:.1f} MB", flush=True)
         if size > free:
             fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
-
-
-def first_update_after(args: Args, run: Run) -> int:
-    """The steps before the first update: a run resumed without its replay collects one anew, or says it is too late."""
-    steps = args.learning_starts + (0 if args.save_replay else run.first_step)
-    if steps >= args.total_timesteps:
-        run.bar.write(f"no update is left: the replay, which was not saved, is filled until step {steps}", sys.stderr)
-    return steps
 
 
 # ---- Environments ----
@@ -805,7 +801,7 @@ def main(args: Args) -> None:
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        learning_starts = first_update_after(args, run)
+        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
         while run.global_step < args.total_timesteps:
             # Act
             is_learning = run.global_step >= learning_starts

@@ -86,6 +86,12 @@ def test_nothing_is_compiled_in_the_window(both):
     assert after == before and "graph_break" not in after
 
 
+def test_no_line_of_metrics_counts_the_warm_up(both):
+    _, _, run, _ = both
+    first = run.metrics[0]
+    assert first["fps"] * run.summary["warmup_seconds"] > first["global_step"]  # in that time many more are made
+
+
 def test_what_is_compiled_is_kept_for_later_runs(both):
     """All of it, so that a second run starts warm; torch's counter of what it would not keep."""
     counters = both[3][0][1]["aot_autograd"]
@@ -170,7 +176,7 @@ def test_a_warm_up_is_quiet_and_changes_nothing(script, recwarn):
 
     state = torch.get_rng_state()
     module = importlib.import_module(script)
-    module.warm_up([step], agent, SimpleNamespace(device=torch.device("cpu")))
+    module.warm_up([step], agent, SimpleNamespace(device=torch.device("cpu"), global_step=0))
     assert len(set(numbers)) == 5 and torch.equal(torch.get_rng_state(), state)
     assert agent.running_mean.eq(0).all() and not recwarn
     warnings.warn("of the run itself", stacklevel=1)
