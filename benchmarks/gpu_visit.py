@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_visit.py --output results --budget 540
 
-What matters most comes first: `pytest -m gpu`, then of each script compile+cudagraphs, eager, cudagraphs and compile,
-then the same again, and at last the warm-up with cold and warm caches, as far as the time lasts. Nothing is begun that
-is not expected to end within the budget, and whatever runs at its end is stopped. Each file is renewed after each run:
+What matters most comes first: `pytest -m gpu`; the compiler's caches, filled by short runs of all scripts side by side;
+then of each script compile+cudagraphs, eager, cudagraphs and compile, and the same again; and at last the warm-up with
+cold and warm caches, as far as the time lasts. Nothing is begun that is not expected to end within the budget, and
+whatever runs at its end is stopped. Each file is renewed after each run:
 
 - gpu_visit.json: the tests' outcome, and the GPU's use in each run while it learned; gpu_tests.txt: all that they say;
 - speed_GPU_DATE.json and warmup_GPU_DATE.json: for benchmarks/results/, as benchmarks/speed.py writes them.
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +40,7 @@ class Args:
     """seconds after which the visit is over"""
     test_budget: float = 300.0
     """seconds of them that the tests may take"""
-    test_workers: int = 8
+    test_workers: int = max(2, (os.cpu_count() or 2) - 2)
     """processes among which the tests are divided, if pytest-xdist is there"""
     scripts: tuple[str, ...] = (
         "sac",
@@ -52,12 +55,18 @@ class Args:
         "appo_ray",
     )
     """scripts to measure, the most valuable first"""
+    variants: tuple[speed.Variant, ...] = VARIANTS
+    """variants to measure, the most valuable first"""
     repeats: int = 2
     """runs of each arm, if the time lasts"""
     steps: int | None = None
     """environment steps with learning in each run; by default as in benchmarks/speed.py"""
     tests: bool = True
     """run the tests marked gpu"""
+    fill_caches: bool = True
+    """compile all scripts side by side before they are measured one by one"""
+    warmup: bool = True
+    """measure the warm-up, too"""
     rehearse: bool = False
     """run without a GPU, where the captured variants fail, to see that the program works"""
 
@@ -116,13 +125,26 @@ PYTEST = (
 def run_tests(timeout: float, workers: int, report: Path) -> dict:
     """Runs the tests marked gpu; their exit status (None if they were stopped) and the end of their output."""
     started = time.perf_counter()
-    command = [sys.executable, "-c", PYTEST, "-m", "gpu", "-v", "--tb=short", "--maxfail=20", "--durations=10"]
+    command = [sys.executable, "-c", PYTEST, "-m", "gpu", "-v", "--tb=short", "--maxfail=60", "--durations=10"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(workers), "--dist=loadgroup"]
-    code, out, err = speed.run_process(command, timeout)
+    # Each compiles by itself: so many of them need no pools of compiling processes
+    code, out, err = speed.run_process(command, timeout, os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"})
     report.write_text(speed.scrub(out + err))
     tail = speed.scrub(out + err)[-12_000:]
     return {"exit_status": code, "seconds": round(time.perf_counter() - started, 1), "output_tail": tail}
+
+
+def fill_caches(scripts: Sequence[str], cuda: bool, timeout: float) -> list[dict]:
+    """Short runs of all compiled scripts at the same time; what came of each. Their figures say nothing."""
+
+    def run(script: str) -> dict:
+        steps = 200 if speed.WORKLOADS[script].learning_starts is not None else 4_096
+        flags = [*speed.FLAGS["compile+cudagraphs" if cuda else "compile"], *speed.lengths(script, 1_024, steps)]
+        return {"script": script} | speed.run_script(f"{script}_torchcompile", flags, timeout)
+
+    with ThreadPoolExecutor(len(scripts)) as pool:
+        return list(pool.map(run, scripts))
 
 
 def main(args: Args) -> None:
@@ -143,6 +165,7 @@ def main(args: Args) -> None:
         "started": speed.now(),
         "hardware": speed.hardware(probe),
         "tests": None,
+        "filled": None,
         "gpu_use": [],
     }
     results = {kind: speed.new_result(kind, options, probe, device) for kind in ("speed", "warmup")}
@@ -166,11 +189,17 @@ def main(args: Args) -> None:
             last = (visit["tests"]["output_tail"].strip().splitlines() or ["no output"])[-1]
             print(f"exit status {visit['tests']['exit_status']}, {last}", flush=True)
             note()
+        if args.fill_caches:
+            visit["filled"] = fill_caches(scripts, probe["gpu"] is not None, deadline - time.perf_counter())
+            for run in visit["filled"]:
+                print(f"{run['script']}: {run.get('reason', 'compiled')} ({run['process_seconds']:.0f} s)", flush=True)
+            note()
         with speed.until_stopped(results["speed"], paths["speed"]):
-            plan = [(s, v, r) for r in range(1, args.repeats + 1) for v in VARIANTS for s in scripts]
-            speed.measure_all(options, plan, results["speed"], paths["speed"], deadline, after_each=note)
+            plan = [(s, v, r) for r in range(1, args.repeats + 1) for v in args.variants for s in scripts]
+            expected = 20 if args.fill_caches else 60
+            speed.measure_all(options, plan, results["speed"], paths["speed"], deadline, after_each=note, cold=expected)
         with speed.until_stopped(results["warmup"], paths["warmup"]):
-            arms = [(s, v) for v in ("cudagraphs", "compile+cudagraphs") for s in scripts]
+            arms = [(s, v) for v in ("cudagraphs", "compile+cudagraphs") for s in scripts] if args.warmup else []
             speed.warm_up_all(arms, [], results["warmup"], paths["warmup"], deadline=deadline)
     finally:
         sampler.close()

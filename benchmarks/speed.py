@@ -498,16 +498,18 @@ def measure_all(
     output: Path,
     deadline: float = math.inf,
     after_each: Callable[[], None] = lambda: None,
+    cold: float = 60.0,
 ) -> None:
     """Measures each (script, variant, repeat) of `plan` in turn into `result["runs"]`.
 
     An arm that has failed is not run again. A run is not begun unless it can be expected to end before `deadline`, on
-    the clock of `time.perf_counter`, and is stopped when that comes.
+    the clock of `time.perf_counter`, and is stopped when that comes; `cold` is how many seconds are expected of the
+    first run of a compiled arm.
     """
     for script, variant, repeat in plan:
         left = deadline - time.perf_counter()
         before = [run["process_seconds"] for run in finished(result["runs"], script=script, variant=variant)]
-        expected = max(before, default=60 if "compile" in variant else 20)
+        expected = max(before, default=cold if "compile" in variant else 20)
         if failures_of(result["runs"], script, variant) or left < expected + 5:
             continue
         print(f"{script} {variant}, run {repeat}: ", end="", flush=True)
