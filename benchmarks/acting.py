@@ -44,11 +44,11 @@ class Explorer(atari.AtariPPOAgent):
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Acts on `images`, and enters what it did in the rollout's `rows`."""
+        """Acts on `images`, and enters what it did in the rollout's rows from `row` on."""
         _, action, log_prob, value = self.policy(self.network, self.images)
         self.action.copy_(action)
         for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
-            self.batch[name][self.rows] = tensor
+            self.batch[name][self.row + self.columns] = tensor
 
 
 def compilations() -> dict[str, int]:

@@ -509,8 +509,8 @@ class ReplayRing:
     what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
     bootstrapped from where it leads.
 
-    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. `write`, `draw` and
-    `sample` work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. What `send`, `write`,
+    `draw` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
     """
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
@@ -518,7 +518,7 @@ class ReplayRing:
         self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
         frequency = getattr(args, "train_frequency", 1)
         most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
-        self.rows, self.ahead = max(self.capacity, most_staged), 2 * most_staged
+        self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
         # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
         truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
@@ -570,15 +570,23 @@ class ReplayRing:
         self.taken += 1
         return (self.taken - 1) % self.slots
 
-    def upload(self) -> None:
-        """Sends the staged rows to the device, with the last of them in place of those that are missing."""
+    def stage(self) -> None:
+        """Completes the staged rows, with the last of them in place of those that are missing."""
         for column in self.columns:
             column[self.filled :] = column[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
+        self.filled = 0
+
+    def send(self) -> None:
+        """Sends the staged rows to the device."""
         self.incoming.copy_(self.staged, non_blocking=True)
+
+    def upload(self) -> None:
+        """Completes the staged rows, sends them, and lets `add` wait until they have left."""
+        self.stage()
+        self.send()
         if self.sent is not None:
             self.sent.record()
-        self.filled = 0
 
     def write(self) -> None:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
@@ -593,14 +601,14 @@ class ReplayRing:
     def draw(self, coming: int = 0) -> torch.Tensor:
         """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
 
-        Returns whether one of these is among them; bool, [1].
+        Returns how many transitions are then newer than all that were drawn; [1].
         """
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
         end = newest + coming
         count = (end - oldest).clamp(1, self.capacity)
         self.drawn.copy_(end - 1 - torch.randint(2**62, self.drawn.shape, device=self.device) % count)
         self.turn.zero_()
-        return self.drawn.max() >= newest
+        return end - 1 - self.drawn.max()
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
@@ -619,7 +627,8 @@ class ReplayRing:
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
         if self.filled:
-            self.upload()
+            self.stage()
+        self.send()
         self.write()
         state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
         state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
@@ -630,7 +639,8 @@ class ReplayRing:
         """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
         for name, field in self.fields.items():
             field[: len(state[name])] = state[name]
-        self.incoming.copy_(state["incoming"])
+        for rows in (self.staged, self.incoming):
+            rows.copy_(state["incoming"])
         self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
         self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
         if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots

@@ -535,8 +535,12 @@ class AtariPPOAgent(nn.Module):
         names = ("reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
         self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
+        # Of a group that acts: what it sees, and the first of the rollout's rows that this goes into
+        self.host_images, self.sent_images = mirrored(group_size, *FRAMES, device=device, dtype=torch.uint8)
+        self.host_row, self.row = mirrored(1, device=device, dtype=torch.long)
         self.host_action, self.action = mirrored(group_size, device=device)
-        self.images = torch.zeros(group_size, *FRAMES, dtype=torch.uint8, device=device)
+        self.images, self.columns = torch.zeros_like(self.sent_images), torch.arange(group_size, device=device)
+        self.acted = torch.cuda.Event() if device.type == "cuda" else None
         self.network = AtariActorCritic(actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
         size = args.num_steps * args.num_envs
@@ -545,7 +549,6 @@ class AtariPPOAgent(nn.Module):
         self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
         self.batch["valid"] = self.rollout.tensors["valid"].flatten()
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
-        self.rows = torch.arange(group_size, device=device)  # of the rollout, which `choose` enters
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -561,28 +564,35 @@ class AtariPPOAgent(nn.Module):
 
     def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
         """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
-        self.observe(env_ids, observation)
-        self.images.copy_(self.observation[env_ids])
-        first = t * self.args.num_envs + env_ids.start
+        row = t * self.args.num_envs + env_ids.start
+        self.host_images.numpy()[:], self.host_row.numpy()[:] = observation, row
+        self.exchange()
+        if self.acted is not None:
+            self.acted.record()
         # Here and not in `choose`, whose compiled kernel would look up the place anew for each byte
-        self.batch["observation"][first : first + len(self.images)] = self.images
-        torch.arange(first, first + len(self.rows), out=self.rows)
+        self.batch["observation"][row : row + len(self.images)] = self.images
+        if self.acted is not None:
+            self.acted.synchronize()
+        return self.host_action.numpy()
+
+    def exchange(self) -> None:
+        """Sends what a group sees, acts, and fetches its actions."""
+        self.sent_images.copy_(self.host_images, non_blocking=True)
+        self.row.copy_(self.host_row, non_blocking=True)
+        self.images.copy_(self.sent_images)
         self.choose()
         self.host_action.copy_(self.action, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return self.host_action.numpy()
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Acts on `images`, and enters what it did in the rollout's `rows`."""
+        """Acts on `images`, and enters what it did in the rollout's rows from `row` on."""
         logits, value = self.policy_and_value(self.network, self.images)
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
         self.action.copy_(action)
         for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
-            self.batch[name][self.rows] = tensor
+            self.batch[name][self.row + self.columns] = tensor
 
     @torch.no_grad()
     def prepare(self) -> None:

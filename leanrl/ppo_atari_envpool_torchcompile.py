@@ -606,8 +606,12 @@ class CompiledAtariPPOAgent(nn.Module):
         names = ("reward", "terminated", "truncated", "valid")
         self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
         self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
+        # Of a group that acts: what it sees, and the first of the rollout's rows that this goes into
+        self.host_images, self.sent_images = mirrored(group_size, *FRAMES, device=device, dtype=torch.uint8)
+        self.host_row, self.row = mirrored(1, device=device, dtype=torch.long)
         self.host_action, self.action = mirrored(group_size, device=device)
-        self.images = torch.zeros(group_size, *FRAMES, dtype=torch.uint8, device=device)
+        self.images, self.columns = torch.zeros_like(self.sent_images), torch.arange(group_size, device=device)
+        self.acted = torch.cuda.Event() if device.type == "cuda" else None
         self.module = FlatModule(AtariActorCritic(actions))
         self.network = nn.Buffer(self.module.flatten().to(device))
         self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
@@ -620,7 +624,6 @@ class CompiledAtariPPOAgent(nn.Module):
         # With channels last, which is fastest for convolutions
         self.images = self.images.contiguous(memory_format=torch.channels_last)
         self.batch["observation"] = self.batch["observation"].contiguous(memory_format=torch.channels_last)
-        self.rows = torch.arange(group_size, device=device)  # of the rollout, which `choose` enters
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
@@ -636,27 +639,34 @@ class CompiledAtariPPOAgent(nn.Module):
 
     def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
         """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
-        self.observe(env_ids, observation)
-        self.images.copy_(self.observation[env_ids])
-        first = t * self.args.num_envs + env_ids.start
+        row = t * self.args.num_envs + env_ids.start
+        self.host_images.numpy()[:], self.host_row.numpy()[:] = observation, row
+        self.exchange()
+        if self.acted is not None:
+            self.acted.record()
         # Here and not in `choose`, whose compiled kernel would look up the place anew for each byte
-        self.batch["observation"][first : first + len(self.images)] = self.images
-        torch.arange(first, first + len(self.rows), out=self.rows)
-        self.choose()
-        self.host_action.copy_(self.action, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        self.batch["observation"][row : row + len(self.images)] = self.images
+        if self.acted is not None:
+            self.acted.synchronize()
         return self.host_action.numpy()
 
+    def exchange(self) -> None:
+        """Sends what a group sees, acts, and fetches its actions."""
+        self.sent_images.copy_(self.host_images, non_blocking=True)
+        self.row.copy_(self.host_row, non_blocking=True)
+        self.images.copy_(self.sent_images)
+        self.choose()
+        self.host_action.copy_(self.action, non_blocking=True)
+
     def choose(self) -> None:
-        """Acts on `images`, and enters what it did in the rollout's `rows`."""
+        """Acts on `images`, and enters what it did in the rollout's rows from `row` on."""
         logits, value = self.policy_and_value(self.network, self.images)
         log_probs = F.log_softmax(logits, -1)
         action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
         log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
         self.action.copy_(action)
         for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
-            self.batch[name][self.rows] = tensor
+            self.batch[name][self.row + self.columns] = tensor
 
     def prepare(self) -> None:
         """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
@@ -746,13 +756,14 @@ def main(args: Args) -> None:
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
+        agent.learn, agent.choose, agent.prepare = steps
+        steps = [agent.learn, agent.exchange, agent.prepare]  # acting is captured with its transfers
         if args.cudagraphs:
-            steps = [CudaGraphModule(step, warmup=3) for step in steps]
+            agent.learn, agent.exchange, agent.prepare = steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()
             warm_up(steps, agent, run)
             run.warmup_seconds += run.now() - started
-        agent.learn, agent.choose, agent.prepare = steps
 
         sequence = np.random.SeedSequence([args.seed, run.global_step])
         seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31

@@ -38,7 +38,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -518,8 +518,8 @@ class ReplayRing:
     what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
     bootstrapped from where it leads.
 
-    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. `write`, `draw` and
-    `sample` work on tensors of fixed address and shape, so that they can be a part of a compiled and captured step.
+    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. What `send`, `write`,
+    `draw` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
     """
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
@@ -527,7 +527,7 @@ class ReplayRing:
         self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
         frequency = getattr(args, "train_frequency", 1)
         most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
-        self.rows, self.ahead = max(self.capacity, most_staged), 2 * most_staged
+        self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
         # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
         truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
@@ -579,15 +579,23 @@ class ReplayRing:
         self.taken += 1
         return (self.taken - 1) % self.slots
 
-    def upload(self) -> None:
-        """Sends the staged rows to the device, with the last of them in place of those that are missing."""
+    def stage(self) -> None:
+        """Completes the staged rows, with the last of them in place of those that are missing."""
         for column in self.columns:
             column[self.filled :] = column[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
+        self.filled = 0
+
+    def send(self) -> None:
+        """Sends the staged rows to the device."""
         self.incoming.copy_(self.staged, non_blocking=True)
+
+    def upload(self) -> None:
+        """Completes the staged rows, sends them, and lets `add` wait until they have left."""
+        self.stage()
+        self.send()
         if self.sent is not None:
             self.sent.record()
-        self.filled = 0
 
     def write(self) -> None:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
@@ -602,14 +610,14 @@ class ReplayRing:
     def draw(self, coming: int = 0) -> torch.Tensor:
         """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
 
-        Returns whether one of these is among them; bool, [1].
+        Returns how many transitions are then newer than all that were drawn; [1].
         """
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
         end = newest + coming
         count = (end - oldest).clamp(1, self.capacity)
         self.drawn.copy_(end - 1 - torch.randint(2**62, self.drawn.shape, device=self.device) % count)
         self.turn.zero_()
-        return self.drawn.max() >= newest
+        return end - 1 - self.drawn.max()
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
@@ -628,7 +636,8 @@ class ReplayRing:
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
         if self.filled:
-            self.upload()
+            self.stage()
+        self.send()
         self.write()
         state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
         state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
@@ -639,7 +648,8 @@ class ReplayRing:
         """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
         for name, field in self.fields.items():
             field[: len(state[name])] = state[name]
-        self.incoming.copy_(state["incoming"])
+        for rows in (self.staged, self.incoming):
+            rows.copy_(state["incoming"])
         self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
         self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
         if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
@@ -668,7 +678,8 @@ class TD3Agent(nn.Module):
         self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
-        self.must_wait = True
+        self.acted = torch.cuda.Event() if device.type == "cuda" else None
+        self.next_drawn, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
         """Actions without noise; [B, observation_dim] -> [B, A]."""
@@ -684,25 +695,53 @@ class TD3Agent(nn.Module):
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
         return action.clamp(self.low, self.high)
 
-    def act(self, observation: np.ndarray) -> np.ndarray:
-        """Actions with exploration noise, and `must_wait`; [num_envs, observation_dim] -> [num_envs, A]."""
-        self.host_observation.copy_(torch.as_tensor(observation))
+    def act(self, observation: np.ndarray, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
+        """Actions with exploration noise; [num_envs, observation_dim] -> [num_envs, A].
+
+        What `meanwhile` gives a GPU to do comes behind the acting, and is under way when this returns. `must_wait` then
+        tells whether the updates that follow the next actions must wait for the environments.
+        """
+        if not self.has_drawn:
+            self.draw_ahead(coming=self.args.num_envs)
+            self.has_drawn = True
+        self.host_observation.numpy()[:] = observation
+        self.exchange()
+        if self.acted is not None:
+            self.acted.record()
+        if meanwhile is not None:
+            meanwhile()
+        if self.acted is not None:
+            self.acted.synchronize()
+        outbox, space = self.host_outbox.numpy(), self.action_space
+        self.must_wait, action = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim)
+        # A rounding may have passed the bounds
+        return np.minimum(np.maximum(action, space.low), space.high).astype(space.dtype, copy=False)
+
+    def exchange(self) -> None:
+        """Sends the observations and what is staged, acts, and fetches the actions."""
+        self.buffer.send()
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
-        *action, self.must_wait = self.host_outbox.copy_(self.outbox).tolist()
-        action, space = np.array(action, np.float32).reshape(-1, self.action_dim), self.action_space
-        return action.clip(space.low, space.high).astype(space.dtype)  # a rounding may have passed the bounds
+        self.host_outbox.copy_(self.outbox, non_blocking=True)
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Stores what was sent, acts, and draws the transitions of the updates that follow these actions.
+        """Stores what was sent, acts, and draws the transitions of the updates that follow the next actions.
 
-        The updates must wait if one of these transitions is still to come; else they run beside the environments.
+        The updates must wait if a transition of the same step is among them; else they run beside the environments.
         """
         self.buffer.write()
         action = self.explore(self.observation)
-        must_wait = self.buffer.draw(coming=self.args.num_envs)
+        must_wait = self.draw_ahead(coming=2 * self.args.num_envs) < self.args.num_envs
         self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
+
+    def draw_ahead(self, coming: int) -> torch.Tensor:
+        """Gives the buffer the batches drawn ahead, and draws those after them; returns what `draw` does."""
+        next_drawn = self.next_drawn.clone()
+        newer = self.buffer.draw(coming)
+        self.next_drawn.copy_(self.buffer.drawn)
+        self.buffer.drawn.copy_(next_drawn)
+        return newer
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Clipped double-Q error with smoothed target actions (algorithm 1), summed over both critics."""
@@ -779,28 +818,28 @@ def main(args: Args) -> None:
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
         while run.global_step < args.total_timesteps:
-            # Act
-            is_learning = run.global_step >= learning_starts
-            is_random = not is_learning and run.updates == 0  # a policy that has learned collects a lost replay anew
-            action = [env.action_space.sample() for env in envs] if is_random else agent.act(observation)
-
-            # Learn while the environments step, unless a batch has a transition that is still to come
-            if is_learning and not agent.must_wait:
-                update_all()
+            # Act; learn while the environments step, unless a batch has a transition that is still to come
+            is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
+            if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
+                action = [env.action_space.sample() for env in envs]
+            else:
+                action = agent.act(observation, update_all if is_learning and not must_wait else None)
 
             # Step and store; where an episode has ended, the next one begins. An environment may write to its action
             for i, env in enumerate(envs):
                 next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i].copy())
                 buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
                 observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            buffer.upload()
             run.step(rewards, terminated, truncated)
 
             # Learn what had to wait: one update for each step of each environment
-            if agent.must_wait:
-                buffer.write()  # else the next `choose` does it
+            if must_wait:
+                buffer.upload()
+                buffer.write()
                 if is_learning:
                     update_all()
+            else:
+                buffer.stage()  # and the next `act` sends and writes it
             run.end_step(agent.losses, learning_rate=args.learning_rate)
 
 

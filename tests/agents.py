@@ -195,9 +195,9 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
         must_wait = property(lambda self: True, lambda self, value: None)
 
     class Early(original):
-        def act(self, observation):
+        def act(self, *arguments):
             self.added_before = self.buffer.added
-            return super().act(observation)
+            return super().act(*arguments)
 
         def update_critics(self, *arguments):
             early.append(self.buffer.added == self.added_before)

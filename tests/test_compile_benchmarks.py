@@ -543,7 +543,7 @@ def test_a_captured_policy_acts_as_the_eager_one():
         values.append(agent.batch["value"].cpu().numpy())
         assert np.array_equal(agent.batch["action"].view(4, 64).cpu(), actions)
         assert not np.array_equal(actions[0], actions[1]) and {*np.unique(actions)} == {*range(6)}
-    assert np.allclose(*values, atol=1e-4) and np.unique(values[1]).size > 100
+    assert np.allclose(*values, atol=1e-2) and np.unique(values[1]).size > 100
 
 
 @needs_cuda

@@ -66,7 +66,7 @@ def test_both_of_a_pair_do_the_same(name, device, monkeypatch, keep_threads):
         left.append(snippet.function.gi_frame.f_locals[tip.same])
         assert text.count("# timed\n") == 1
     assert left[0].shape == left[1].shape and left[0].numel() > 1 and left[0].ne(0).any()
-    assert torch.allclose(*left, atol=1e-6)
+    assert torch.allclose(*left, atol=1e-6 if device == "cpu" else 2e-3)  # CUDA's convolutions are in TF32
     assert (tip.slow == tip.fast) is (name == "control")
 
 

@@ -239,7 +239,7 @@ def test_two_observations_give_two_actions_from_a_captured_policy(script):
     device = torch.device("cuda")
     ring = module.ReplayRing(args, env, device)
     agent = getattr(module, AGENTS[script])(args, env, device, ring)
-    agent.choose = CudaGraphModule(agent.choose, warmup=3)
+    agent.exchange = CudaGraphModule(agent.exchange, warmup=3)
 
     def mean_action(value):
         observation = np.full((1, 4), value, np.float32)
@@ -277,6 +277,7 @@ def test_replays_of_ppo_see_new_rollouts_minibatches_and_learning_rates(script, 
         agent.rollout.upload()
         prepare()
         advantages.append(agent.batch["advantage"].clone())
+        torch.cuda.synchronize()  # as acting does in main: only then may the host's arrays be written to
     assert len(torch.stack(advantages).unique(dim=0)) == 5
 
     agent.optimizer.lr.fill_(0)
@@ -330,11 +331,10 @@ def test_captured_acting_in_atari_sees_each_group_and_enters_its_rows(compiled):
     module, device = importlib.import_module(ATARI), torch.device("cuda")
     args = module.Args(num_envs=4, num_steps=8, num_minibatches=2)
     agent = module.CompiledAtariPPOAgent(args, 6, 2, device)
-    choose = torch.compile(agent.choose, fullgraph=True) if compiled else agent.choose
-    agent.choose = CudaGraphModule(choose, warmup=3)
+    agent.choose = torch.compile(agent.choose, fullgraph=True) if compiled else agent.choose
+    agent.exchange = CudaGraphModule(agent.exchange, warmup=3)
     for _ in range(5):
-        agent.choose()
-    agent.rows.copy_(torch.arange(2))
+        agent.exchange()
     images = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 84, 84), np.uint8)
     actions = np.stack(
         [np.concatenate([agent.act(t, slice(n, n + 2), images[t, n : n + 2]).copy() for n in (0, 2)]) for t in range(8)]

@@ -92,8 +92,8 @@ def sent(ring):
 
 def draw(ring, newest):
     """Numbers drawn for the time when `newest` transitions are written."""
-    must_wait = ring.draw(coming=newest - sent(ring))
-    assert must_wait.tolist() == [ring.drawn.max().item() >= sent(ring)]
+    newer = ring.draw(coming=newest - sent(ring))
+    assert newer.tolist() == [newest - 1 - ring.drawn.max().item()]
     return ring.drawn.flatten().clone()
 
 
