@@ -82,7 +82,7 @@ class Args:
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
-    """have cuDNN and cuBLAS use repeatable kernels"""
+    """use repeatable kernels: cuDNN's, cuBLAS's, and those that Inductor compiles"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"

@@ -74,7 +74,7 @@ class Args:
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
-    """have cuDNN and cuBLAS use repeatable kernels"""
+    """use repeatable kernels: cuDNN's, cuBLAS's, and those that Inductor compiles"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"
@@ -755,6 +755,7 @@ def main(args: Args) -> None:
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         agent.learn, agent.choose, agent.prepare = steps
         steps = [agent.learn, agent.exchange, agent.prepare]  # acting is captured with its transfers

@@ -83,7 +83,7 @@ class Args:
     cuda: bool = True
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
-    """have cuDNN and cuBLAS use repeatable kernels"""
+    """use repeatable kernels: cuDNN's, cuBLAS's, and those that Inductor compiles"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"
@@ -1482,6 +1482,7 @@ def main(args: Args) -> None:
             torch.compiler.allow_in_graph(linear_recurrence)
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
             options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, in code that grows
             # Large kernels apart from their wrapper, and no headers in advance for two graphs: seconds less to compile
