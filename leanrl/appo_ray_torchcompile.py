@@ -32,6 +32,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
 import platform
@@ -1472,6 +1473,7 @@ def main(args: Args) -> None:
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()

@@ -24,6 +24,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -801,6 +802,7 @@ def main(args: Args) -> None:
             options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
             agent.learn = torch.compile(agent.learn, fullgraph=True, options=options)
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             agent.learn = CudaGraphModule(agent.learn, warmup=3)
         if args.compile or args.cudagraphs:
             started = run.now()

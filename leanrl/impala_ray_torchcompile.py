@@ -29,6 +29,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import logging
 import math
 import os
 import platform
@@ -1252,6 +1253,7 @@ def main(args: Args) -> None:
             options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
             agent.update = torch.compile(agent.update, fullgraph=True, options=options)
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             agent.update = CudaGraphModule(agent.update, warmup=3)
         if args.compile or args.cudagraphs:
             started = run.now()

@@ -23,6 +23,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -760,6 +761,7 @@ def main(args: Args) -> None:
         agent.learn, agent.choose, agent.prepare = steps
         steps = [agent.learn, agent.exchange, agent.prepare]  # acting is captured with its transfers
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             agent.learn, agent.exchange, agent.prepare = steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()

@@ -26,6 +26,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -1493,6 +1494,7 @@ def main(args: Args) -> None:
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         steps.append(agent.prepare)
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
             started = run.now()

@@ -25,6 +25,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -917,6 +918,7 @@ def main(args: Args) -> None:
         kinds = dict.fromkeys((n % policy == 0, n % targets == 0) for n in numbers)
         learn = {kind: functools.partial(agent.learn, *kind) for kind in kinds}
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             agent.exchange = CudaGraphModule(agent.exchange, warmup=3)
             learn = {kind: CudaGraphModule(step, warmup=3) for kind, step in learn.items()}
         if args.compile or args.cudagraphs:

@@ -26,6 +26,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
@@ -891,6 +892,7 @@ def main(args: Args) -> None:
         agent.choose, agent.update_critics, agent.update_actor = steps
         learn = {kind: functools.partial(agent.learn, kind) for kind in {True, args.policy_frequency == 1}}
         if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             agent.exchange = CudaGraphModule(agent.exchange, warmup=3)
             learn = {kind: CudaGraphModule(step, warmup=3) for kind, step in learn.items()}
         if args.compile or args.cudagraphs:

@@ -4,6 +4,7 @@ import importlib
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 
 CPU = torch.device("cpu")
@@ -217,3 +218,30 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
         networks = [getattr(agent, name) for agent in (one, other)]
         assert torch.equal(*(flat(each) if isinstance(each, torch.nn.Module) else each for each in networks)), name
     assert first.metrics[-1]["qf_loss"] == second.metrics[-1]["qf_loss"]
+
+
+def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_class):
+    """Each update draws from all transitions of its step and before, the newest as often as the oldest."""
+    module, places, newest = importlib.import_module(script), [], []
+
+    class Noting(getattr(module, agent_class)):
+        def act(self, *arguments):
+            self.end = self.buffer.added + 3  # when all three environments have stepped
+            return super().act(*arguments)
+
+        def update_critics(self, *arguments):
+            numbers = self.buffer.drawn[self.buffer.turn.item()]
+            assert numbers.min() >= 0 and numbers.max() < min(self.end, self.buffer.added)
+            places.append((numbers.double() + 0.5) / self.end)
+            newest.append(((numbers >= self.end - 3).double().sum().item(), len(numbers) * 3 / self.end))
+            super().update_critics(*arguments)
+
+    monkeypatch.setattr(module, agent_class, Noting)
+    flags = ["--num-envs", 3, "--learning-starts", 30, "--total-timesteps", 900, "--batch-size", 32]
+    launch(script, *flags)
+    places = torch.cat(places)
+    assert len(places) == 32 * 3 * 290
+    assert places.mean().item() == pytest.approx(0.5, abs=5 * (1 / 12 / len(places)) ** 0.5)
+    assert places.var().item() == pytest.approx(1 / 12, abs=5 * (1 / 180 / len(places)) ** 0.5)
+    seen, expected = map(sum, zip(*newest, strict=True))
+    assert seen == pytest.approx(expected, abs=5 * expected**0.5) and expected > 300

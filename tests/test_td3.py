@@ -165,6 +165,11 @@ def test_updates_beside_the_environments_make_the_same_run(launch, monkeypatch, 
     agents.assert_same_beside_the_environments(launch, monkeypatch, script, agent_class, *flags)
 
 
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_class):
+    agents.assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_class)
+
+
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
 def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
     agents.assert_bootstrap(pair, end, matters)
