@@ -228,6 +228,20 @@ def saving_table(results: Path) -> str:
     return f"{table}\n\n{' '.join(sources)}" if rows else "No results yet: `python benchmarks/saving.py` makes them."
 
 
+def gpu_table(results: Path) -> str:
+    """Profiled runs on a GPU: their speed, and how long their captured graphs take."""
+    parts = []
+    for path, result in newest(results, "gpu_profile"):
+        rows = []
+        for run in sorted(result["runs"], key=lambda run: (list(ALGORITHMS).index(run["script"]), run["visit"])):
+            graphs = [f"{name} {graph['us']:.0f} ({graph['nodes']})" for name, graph in run["graphs"].items()]
+            row = [f"`{run['script']}`", run["variant"], ", ".join(graphs), str(run["visit"]), show(run["fps"], 0)]
+            rows.append([*row, show(run["warmup_seconds"], 1)])
+        header = ["script", "variant", "its graphs: µs a replay (nodes)", "visit", "steps/s", "warm-up, s"]
+        parts.append(f"{markdown(header, rows, 3)}\n\n{result['note']} {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/profile_run.py` makes them on a GPU."
+
+
 def reference_table(results: Path) -> str:
     """What LeanRL has published of the same algorithms."""
     path = results / "reference_leanrl.json"
@@ -529,6 +543,7 @@ TABLES = {
     "speed": speed_table,
     "warmup": warmup_table,
     "saving": saving_table,
+    "gpu": gpu_table,
     "reference": reference_table,
     **{kind: partial(compare_table, kind=kind) for kind in ("compare", "compare_quick", "compare_num_envs")},
     "learning": learning_table,
