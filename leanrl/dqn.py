@@ -505,7 +505,7 @@ class ReplayRing:
     bootstrapped from where it leads.
 
     The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. What `send`, `write`,
-    `draw` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
+    `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
     """
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
@@ -594,16 +594,18 @@ class ReplayRing:
         self.fields["slots"][row] = slots
 
     def draw(self, coming: int = 0) -> torch.Tensor:
-        """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
+        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
 
-        Returns how many transitions are then newer than all that were drawn; [1].
+        The newest transition's age is then 0.
         """
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
-        end = newest + coming
-        count = (end - oldest).clamp(1, self.capacity)
-        self.drawn.copy_(end - 1 - torch.randint(2**62, self.drawn.shape, device=self.device) % count)
+        count = (newest + coming - oldest).clamp(1, self.capacity)
+        return torch.randint(2**62, self.drawn.shape, device=self.device) % count
+
+    def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
+        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
+        self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
         self.turn.zero_()
-        return end - 1 - self.drawn.max()
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
@@ -667,7 +669,7 @@ class DQNAgent(nn.Module):
     def learn(self) -> None:
         """Stores what was sent, and makes an update."""
         self.buffer.write()
-        self.buffer.draw()
+        self.buffer.pick(self.buffer.draw())
         self.update(self.buffer.sample())
 
     def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -540,7 +540,7 @@ class ReplayRing:
     bootstrapped from where it leads.
 
     The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. What `send`, `write`,
-    `draw` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
+    `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
     """
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
@@ -629,16 +629,18 @@ class ReplayRing:
         self.fields["slots"][row] = slots
 
     def draw(self, coming: int = 0) -> torch.Tensor:
-        """Draws batches, uniformly over the ring as it will be when `coming` more transitions are in it.
+        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
 
-        Returns how many transitions are then newer than all that were drawn; [1].
+        The newest transition's age is then 0.
         """
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
-        end = newest + coming
-        count = (end - oldest).clamp(1, self.capacity)
-        self.drawn.copy_(end - 1 - torch.randint(2**62, self.drawn.shape, device=self.device) % count)
+        count = (newest + coming - oldest).clamp(1, self.capacity)
+        return torch.randint(2**62, self.drawn.shape, device=self.device) % count
+
+    def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
+        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
+        self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
         self.turn.zero_()
-        return end - 1 - self.drawn.max()
 
     def sample(self) -> dict[str, torch.Tensor]:
         """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
@@ -772,7 +774,7 @@ class CompiledSACAgent(nn.Module):
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
         self.acted = torch.cuda.Event() if device.type == "cuda" else None
-        self.next_drawn, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
+        self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
     def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
@@ -790,7 +792,7 @@ class CompiledSACAgent(nn.Module):
         tells whether the updates that follow the next actions must wait for the environments.
         """
         if not self.has_drawn:
-            self.draw_ahead(coming=self.args.num_envs)
+            self.next_ages.copy_(self.buffer.draw(coming=self.args.num_envs))
             self.has_drawn = True
         self.host_observation.numpy()[:] = observation
         self.exchange()
@@ -819,16 +821,10 @@ class CompiledSACAgent(nn.Module):
         """
         self.buffer.write()
         action, _ = self.policy(self.actor, self.observation)
-        must_wait = self.draw_ahead(coming=2 * self.args.num_envs) < self.args.num_envs
-        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float()]))
-
-    def draw_ahead(self, coming: int) -> torch.Tensor:
-        """Gives the buffer the batches drawn ahead, and draws those after them; returns what `draw` does."""
-        next_drawn = self.next_drawn.clone()
-        newer = self.buffer.draw(coming)
-        self.next_drawn.copy_(self.buffer.drawn)
-        self.buffer.drawn.copy_(next_drawn)
-        return newer
+        self.buffer.pick(self.next_ages, coming=self.args.num_envs)
+        self.next_ages.copy_(self.buffer.draw(coming=2 * self.args.num_envs))
+        must_wait = self.next_ages.min() < self.args.num_envs
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float().view(1)]))
 
     def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Soft Bellman residual (eq. 5 and 6), summed over both critics."""

@@ -1,7 +1,8 @@
 """What compiled scripts capture works on the device alone: shown on the device "meta", which needs no GPU.
 
 Tensors there have shapes and no numbers: whatever reads one back on the host raises. A mode watches all operations, as
-some of them take the host's tensors along, which a captured graph would read once, and never again.
+some of them take the host's tensors along, which a captured graph would read once, and never again. Transfers are
+another matter, if they are from or to what `mirrored` has made, which is pinned on a GPU: each replay makes them anew.
 """
 
 import importlib
@@ -54,12 +55,23 @@ class Reached(Exception):
 
 
 class MetaOnly(TorchDispatchMode):
-    """Raises if an operation has a tensor elsewhere."""
+    """Raises if an operation has a tensor elsewhere, but for transfers that do not wait, from and to `pinned` ones."""
+
+    def __init__(self, pinned):
+        super().__init__()
+        self.pinned = pinned
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        places = [tensor.device for tensor in tensors]
+        if function is torch.ops.aten.copy_.default and len(set(places)) == 2:
+            (host,) = [tensor for tensor in tensors if tensor.device != META]
+            assert any(host is each for each in self.pinned), "a transfer has a tensor that is not pinned"
+            assert args[2:] == (True,), "a transfer waits"
+            return args[0]
         result = function(*args, **kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        assert all(tensor.device == META for tensor in tensors), f"{function} has a tensor of the host"
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        assert {*places, *(each.device for each in results)} <= {META}, f"{function} has a tensor of the host"
         return result
 
 
@@ -87,11 +99,18 @@ def test_captured_steps_have_all_tensors_on_the_device(script, flags, count, mon
     def warm_up(steps, agent, run):
         raise Reached(*steps)
 
-    fakes = {"Run": MagicMock(), "warm_up": warm_up, "CudaGraphModule": lambda step, warmup: step}
+    pinned, mirrored = [], getattr(importlib.import_module(f"{script}_torchcompile"), "mirrored", None)
+
+    def noting(*shape, **kind):
+        host, tensor = mirrored(*shape, **kind)
+        pinned.append(host)
+        return host, tensor
+
+    fakes = {"Run": MagicMock(), "warm_up": warm_up, "CudaGraphModule": lambda step, warmup: step, "mirrored": noting}
     steps = reach(f"{script}_torchcompile", ["--cudagraphs", *flags], monkeypatch, fakes)
     assert len(steps) == count
     for step in steps:
-        with MetaOnly():
+        with MetaOnly(pinned):
             step()
 
 

@@ -282,6 +282,6 @@ def test_a_warm_up_has_something_to_draw_from():
     ring = dqn_torchcompile.ReplayRing(args, gym.make("CartPole-v1"), torch.device("cpu"))
     for oldest in (0, 64):
         ring.incoming.view(torch.int32)[-1, -2:] = oldest
-        assert not ring.draw()
+        ring.pick(ring.draw())
         observation = ring.sample()["observation"]
         assert observation.shape == (8, 4) and not observation.any()

@@ -126,7 +126,7 @@ def test_replays_read_their_input_and_draw_fresh_numbers(script, compiled):
     largest = torch.zeros((), device=device)
 
     def step():
-        ring.draw()
+        ring.pick(ring.draw())
         largest.copy_(ring.sample()["reward"].abs().max())
 
     options = {"fallback_random": True}

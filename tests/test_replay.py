@@ -92,8 +92,10 @@ def sent(ring):
 
 def draw(ring, newest):
     """Numbers drawn for the time when `newest` transitions are written."""
-    newer = ring.draw(coming=newest - sent(ring))
-    assert newer.tolist() == [newest - 1 - ring.drawn.max().item()]
+    coming = newest - sent(ring)
+    ages = ring.draw(coming)
+    ring.pick(ages, coming)
+    assert torch.equal(ring.drawn, newest - 1 - ages) and ages.min() >= 0
     return ring.drawn.flatten().clone()
 
 
