@@ -821,6 +821,7 @@ class CompiledSACAgent(nn.Module):
         """
         self.buffer.write()
         action, _ = self.policy(self.actor, self.observation)
+        # Ages: of numbers drawn ahead Inductor would lose the copy made before the next draw (issue 198131 of PyTorch)
         self.buffer.pick(self.next_ages, coming=self.args.num_envs)
         self.next_ages.copy_(self.buffer.draw(coming=2 * self.args.num_envs))
         must_wait = self.next_ages.min() < self.args.num_envs
