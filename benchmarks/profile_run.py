@@ -5,7 +5,7 @@
 
 A thousand times a second the main thread is asked where it is, once the run has learned long enough for its fps to
 count. A sample says which line of `main` is at work, and which of the script's lines below it; C code that has begun in
-a line belongs to that line, and so does a wait for the GPU. This costs some 2 % of the speed.
+a line belongs to that line, and so does a wait for the GPU. Sampling takes time, too: fps is measured by speed.py.
 
 After the run each captured graph is replayed on its own: microseconds a replay when replays follow one another, and
 when the host waits for each; the number of its nodes, and those that take longest.
@@ -13,6 +13,7 @@ when the host waits for each; the number of its nodes, and those that take longe
 
 import collections
 import importlib
+import json
 import shlex
 import signal
 import sys
@@ -181,7 +182,7 @@ def main(args: Args) -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         (path,) = Path(folder).glob("*/summary.json")
-        result["summary"] = speed.json.loads(path.read_text())
+        result["summary"] = json.loads(path.read_text())
     result["samples"] = sum(sampler.main.values())
     if not result["samples"]:
         speed.fail(f"--steps {steps}: the run was over before a sample was taken")
