@@ -21,6 +21,7 @@ import difflib
 import fcntl
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
@@ -34,7 +35,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -49,8 +50,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
-Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
-Count = Annotated[int, ("must be at least 1", 1, math.inf)]
+Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
 NonNegative = Annotated[float, ("must lie in [0, 3.4e38]", 0, 3.4e38)]
@@ -63,7 +63,7 @@ class Args:
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "CartPole-v1"
     """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
-    total_timesteps: Steps = 500_000
+    total_timesteps: Count = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 4
     """number of environments stepped side by side"""
@@ -143,9 +143,17 @@ def check_args(args: Args) -> None:
 
 def stored_args() -> Args:
     """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
-    folder = tyro.cli(Args).resume
+    said = io.StringIO()
     try:
-        config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
+        with contextlib.redirect_stderr(said):
+            folder = tyro.cli(Args).resume
+    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
+        if said.getvalue():
+            _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
+            print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
+        raise
+    try:
+        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
         args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
         for name, value in vars(args).items():
             kind = type(getattr(Args, name))
@@ -154,6 +162,19 @@ def stored_args() -> Args:
         return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+@contextlib.contextmanager
+def room_for(args: Args) -> Iterator[None]:
+    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("allocate|overflow|out of memory", str(error)):
+            raise
+        sizes = [argument for argument in fields(args) if argument.type == Count and argument.name != "total_timesteps"]
+        name = max(sizes, key=lambda size: getattr(args, size.name) / size.default).name
+        fail(name, getattr(args, name), "must be smaller, as there is not enough memory")
 
 
 def replace_file(path: Path, content: Mapping) -> None:
@@ -196,7 +217,7 @@ class Run(contextlib.AbstractContextManager):
         parts = {**vars(agent), "agent": agent, "buffer": getattr(args, "save_replay", False) and buffer}
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        self.folder = self.reopen_folder() if args.resume else self.make_folder()
+        self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
         self.updates_before, self.measured = self.updates, self.updates
         self.last_log = (self.global_step, time.perf_counter())
@@ -209,7 +230,7 @@ class Run(contextlib.AbstractContextManager):
             try:
                 self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
             except wandb.errors.Error as error:
-                if not args.resume:
+                if args.resume is None:
                     shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
         about = {"total": args.total_timesteps, "initial": self.global_step, "unit": "step"}
@@ -613,7 +634,8 @@ def main(args: Args) -> None:
     envs = make_environments(args)
     check_discrete_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    agent = PPOAgent(args, envs[0], device)
+    with room_for(args):
+        agent = PPOAgent(args, envs[0], device)
     rollout = agent.rollout.arrays
 
     with contextlib.ExitStack() as stack, Run(args, device, agent) as run:

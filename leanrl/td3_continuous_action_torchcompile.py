@@ -25,6 +25,7 @@ import fcntl
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -39,7 +40,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -56,8 +57,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
-Steps = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
-Count = Annotated[int, ("must be at least 1", 1, math.inf)]
+Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must be at least 0", 0, math.inf)]
 Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
 NonNegative = Annotated[float, ("must lie in [0, 3.4e38]", 0, 3.4e38)]
@@ -70,7 +70,7 @@ class Args:
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
     """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
-    total_timesteps: Steps = 1_000_000
+    total_timesteps: Count = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
     """number of environments stepped side by side"""
@@ -149,9 +149,17 @@ def check_args(args: Args) -> None:
 
 def stored_args() -> Args:
     """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
-    folder = tyro.cli(Args).resume
+    said = io.StringIO()
     try:
-        config = json.loads(Path(folder, "config.json").read_text()) if folder else {}
+        with contextlib.redirect_stderr(said):
+            folder = tyro.cli(Args).resume
+    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
+        if said.getvalue():
+            _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
+            print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
+        raise
+    try:
+        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
         args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
         for name, value in vars(args).items():
             kind = type(getattr(Args, name))
@@ -160,6 +168,19 @@ def stored_args() -> Args:
         return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+@contextlib.contextmanager
+def room_for(args: Args) -> Iterator[None]:
+    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("allocate|overflow|out of memory", str(error)):
+            raise
+        sizes = [argument for argument in fields(args) if argument.type == Count and argument.name != "total_timesteps"]
+        name = max(sizes, key=lambda size: getattr(args, size.name) / size.default).name
+        fail(name, getattr(args, name), "must be smaller, as there is not enough memory")
 
 
 def replace_file(path: Path, content: Mapping) -> None:
@@ -202,7 +223,7 @@ class Run(contextlib.AbstractContextManager):
         parts = {**vars(agent), "agent": agent, "buffer": getattr(args, "save_replay", False) and buffer}
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        self.folder = self.reopen_folder() if args.resume else self.make_folder()
+        self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
         self.updates_before, self.measured = self.updates, self.updates
         self.last_log = (self.global_step, time.perf_counter())
@@ -215,7 +236,7 @@ class Run(contextlib.AbstractContextManager):
             try:
                 self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
             except wandb.errors.Error as error:
-                if not args.resume:
+                if args.resume is None:
                     shutil.rmtree(self.folder)
                 fail("track", True, f"wandb can't start ({error})")
         about = {"total": args.total_timesteps, "initial": self.global_step, "unit": "step"}
@@ -525,7 +546,7 @@ class ReplayRing:
     what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
     bootstrapped from where it leads.
 
-    The host stages transitions, `upload` sends them in one copy, and `write` puts them in place. What `send`, `write`,
+    The host stages transitions, `send` sends them in one copy, and `write` puts them in place. What `send`, `write`,
     `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
     """
 
@@ -538,7 +559,7 @@ class ReplayRing:
         # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
         truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
-        self.owners = array.array("i", [-1] * self.slots)  # the newest transition of each slot
+        self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
         self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
 
         space, action_shape = env.observation_space, env.action_space.shape
@@ -561,13 +582,13 @@ class ReplayRing:
         observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
         self.bounds = integers.view(np.int32)[:, 3:]
-        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.sent = torch.get_device_module(device).Event()
         self.nbytes = sum(field.nbytes for field in self.fields.values())
         self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
         """Stages a transition; the environments take turns."""
-        if self.filled == 0 and self.sent is not None:
+        if self.filled == 0:
             self.sent.synchronize()  # only then may what was sent be overwritten
         i = self.added % len(self.arrived)
         slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
@@ -586,7 +607,7 @@ class ReplayRing:
         self.taken += 1
         return (self.taken - 1) % self.slots
 
-    def stage(self) -> None:
+    def complete(self) -> None:
         """Completes the staged rows, with the last of them in place of those that are missing."""
         for column in self.columns:
             column[self.filled :] = column[self.filled - 1]
@@ -599,10 +620,9 @@ class ReplayRing:
 
     def upload(self) -> None:
         """Completes the staged rows, sends them, and lets `add` wait until they have left."""
-        self.stage()
+        self.complete()
         self.send()
-        if self.sent is not None:
-            self.sent.record()
+        self.sent.record()
 
     def write(self) -> None:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
@@ -645,7 +665,7 @@ class ReplayRing:
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
         if self.filled:
-            self.stage()
+            self.complete()
         self.send()
         self.write()
         state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
@@ -754,7 +774,7 @@ class CompiledTD3Agent(nn.Module):
         self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
-        self.acted = torch.cuda.Event() if device.type == "cuda" else None
+        self.acted = torch.get_device_module(device).Event()
         self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
@@ -782,12 +802,10 @@ class CompiledTD3Agent(nn.Module):
             self.has_drawn = True
         self.host_observation.numpy()[:] = observation
         self.exchange()
-        if self.acted is not None:
-            self.acted.record()
+        self.acted.record()
         if meanwhile is not None:
             meanwhile()
-        if self.acted is not None:
-            self.acted.synchronize()
+        self.acted.synchronize()
         outbox, space = self.host_outbox.numpy(), self.action_space
         self.must_wait, action = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim)
         # A rounding may have passed the bounds
@@ -869,14 +887,15 @@ def main(args: Args) -> None:
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
-    agent = CompiledTD3Agent(args, envs[0], device, buffer)
+    with room_for(args):
+        buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
+        agent = CompiledTD3Agent(args, envs[0], device, buffer)
     announce_replay(args, buffer, device)
 
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
-        # Compilation: full graphs to act and to update; capture: one graph for each kind of update
+        # Compilation: full graphs to act and to update; capture: one to act, with its transfers, one for each update
         steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
             # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
@@ -928,7 +947,7 @@ def main(args: Args) -> None:
                 if is_learning:
                     update_all()
             else:
-                buffer.stage()  # and the next `act` sends and writes it
+                buffer.complete()  # and the next `act` sends and writes it
             run.end_step(agent.losses, learning_rate=args.learning_rate)
 
 

@@ -1,6 +1,7 @@
 """Eager and compiled agents side by side, with the same weights and the same replayed transitions."""
 
 import importlib
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -222,7 +223,7 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
 
 def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_class):
     """Each update draws from all transitions of its step and before, the newest as often as the oldest."""
-    module, places, newest = importlib.import_module(script), [], []
+    module, places, ends = importlib.import_module(script), [], []
 
     class Noting(getattr(module, agent_class)):
         def act(self, *arguments):
@@ -233,7 +234,8 @@ def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_c
             numbers = self.buffer.drawn[self.buffer.turn.item()]
             assert numbers.min() >= 0 and numbers.max() < min(self.end, self.buffer.added)
             places.append((numbers.double() + 0.5) / self.end)
-            newest.append(((numbers >= self.end - 3).double().sum().item(), len(numbers) * 3 / self.end))
+            oldest, newest = (part.sum().item() for part in (numbers < 3, numbers >= self.end - 3))
+            ends.append((oldest, newest, len(numbers) * 3 / self.end))
             super().update_critics(*arguments)
 
     monkeypatch.setattr(module, agent_class, Noting)
@@ -243,5 +245,56 @@ def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_c
     assert len(places) == 32 * 3 * 290
     assert places.mean().item() == pytest.approx(0.5, abs=5 * (1 / 12 / len(places)) ** 0.5)
     assert places.var().item() == pytest.approx(1 / 12, abs=5 * (1 / 180 / len(places)) ** 0.5)
-    seen, expected = map(sum, zip(*newest, strict=True))
-    assert seen == pytest.approx(expected, abs=5 * expected**0.5) and expected > 300
+    *seen, expected = map(sum, zip(*ends, strict=True))
+    assert seen == pytest.approx([expected] * 2, abs=5 * expected**0.5) and expected > 300
+
+
+def assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class):
+    """The host writes to no memory that a transfer may still read, and reads none that one may still write to.
+
+    A stream without a GPU: it counts what it is given, and has certainly done what the host has waited for.
+    """
+    module, stream = importlib.import_module(script), SimpleNamespace(given=0, done=0)
+
+    class Event:
+        place = 0
+
+        def record(self):
+            self.place = stream.given
+
+        def synchronize(self):
+            stream.done = max(stream.done, self.place)
+
+    class Ring(module.ReplayRing):
+        sent_at = 0
+
+        def add(self, *transition):
+            super().add(*transition)
+            assert self.sent_at <= stream.done, "staged rows were overwritten on their way"
+
+        def send(self):
+            stream.given += 1
+            self.sent_at = stream.given
+            super().send()
+
+    class Agent(getattr(module, agent_class)):
+        exchanged_at = 0
+
+        def act(self, observation, meanwhile=None):
+            assert self.exchanged_at <= stream.done, "observations were overwritten on their way"
+            waits.append(meanwhile is None)
+            action = super().act(observation, meanwhile)
+            assert self.exchanged_at <= stream.done, "actions were read before they came"
+            return action
+
+        def exchange(self):
+            super().exchange()
+            stream.given += 1
+            self.exchanged_at = stream.given
+
+    waits = []
+    for name, fake in (("ReplayRing", Ring), (agent_class, Agent), ("mirrored", as_on_a_gpu)):
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cpu, "Event", Event)
+    launch(script, "--num-envs", 2, "--total-timesteps", 300, "--learning-starts", 100, "--batch-size", 8)
+    assert {True, False} == set(waits) and stream.given > 200, "updates before and after the steps"

@@ -5,7 +5,9 @@ import importlib
 import importlib.machinery
 import importlib.util
 import itertools
+import resource
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -24,26 +26,26 @@ RAY = ["appo_ray", "appo_ray_torchcompile", "impala_ray", "impala_ray_torchcompi
 ALL = [*SCRIPTS, *MEMORY, *RAY, "ppo_atari_envpool", "ppo_atari_envpool_torchcompile"]
 ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
-AT_LEAST_1 = ("at least 1", [0, -1])
+COUNT = ("must lie in [1, 2**31)", [0, -1, 2**31, 10**25])
 POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])
 NOT_NEGATIVE = ("must lie in [0, 3.4e38]", [-0.1, "nan", "inf", "1e39"])
 SHARE = ("[0, 1]", [-0.01, 1.01, "nan", "inf"])
 NUMBERS = {  # of each flag: what is allowed, and values that are not
     "total-timesteps": ("[1, 2**31)", [0, -1, 2**31]),
-    "num-envs": AT_LEAST_1,
-    "buffer-size": AT_LEAST_1,
-    "batch-size": AT_LEAST_1,
-    "policy-frequency": AT_LEAST_1,
-    "target-network-frequency": AT_LEAST_1,
-    "train-frequency": AT_LEAST_1,
-    "num-steps": AT_LEAST_1,
-    "num-minibatches": AT_LEAST_1,
-    "update-epochs": AT_LEAST_1,
-    "hidden-size": AT_LEAST_1,
-    "slice-length": AT_LEAST_1,
-    "fragment-length": AT_LEAST_1,
-    "batch-fragments": AT_LEAST_1,
-    "actor-timeout": AT_LEAST_1,
+    "num-envs": COUNT,
+    "buffer-size": COUNT,
+    "batch-size": COUNT,
+    "policy-frequency": COUNT,
+    "target-network-frequency": COUNT,
+    "train-frequency": COUNT,
+    "num-steps": COUNT,
+    "num-minibatches": COUNT,
+    "update-epochs": COUNT,
+    "hidden-size": COUNT,
+    "slice-length": COUNT,
+    "fragment-length": COUNT,
+    "batch-fragments": COUNT,
+    "actor-timeout": COUNT,
     "num-actors": ("at least 0", [-1]),
     "forced-lag": ("at least 0", [-1]),
     "burn-in": ("at least 0", [-1]),
@@ -94,17 +96,17 @@ def refused(tmp_path, monkeypatch, capsys):
     """refused(script, flag, …): runs it in this process, and returns its stderr once all that is common has held."""
     monkeypatch.chdir(tmp_path)
 
-    def refused(script, *argv, lines=1):
+    def refused(script, *argv):
         module = importlib.import_module(script)
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, argv)])
         before = sorted(tmp_path.rglob("*"))
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
-            module.main(tyro.cli(module.Args, args=[str(word) for word in argv]))
+            module.main(tyro.cli(module.Args, default=module.stored_args()))
         out, err = capsys.readouterr()
         assert caught.value.code == 2
         assert "Traceback" not in err and (out == "" or out.startswith(("replay buffer: ", "rollout: ")))
-        if lines:
-            assert len(err.splitlines()) == lines and err.endswith("\n"), err
+        assert len(err.splitlines()) == 1 and err.endswith("\n"), err
         assert sorted(tmp_path.rglob("*")) == before, "a run folder is left"
         return err
 
@@ -217,18 +219,40 @@ def test_a_run_is_refused_if_and_only_if_it_has_no_update(script, capsys):
     ],
 )
 def test_slices_that_do_not_fit(refused, script, flags, message):
-    is_choice = flags.startswith(("--cell", "--start"))
-    assert message in refused(script, "--num-envs", 4, *flags.split(), lines=None if is_choice else 1)
+    assert message in refused(script, "--num-envs", 4, *flags.split())
 
 
 @pytest.mark.parametrize("script", ALL)
 def test_not_a_number_and_not_a_flag(refused, script):
-    """The command line's own errors are a few lines long."""
     for flag, value in (("--seed", "one"), ("--num-envs", "1.5"), ("--gamma", "high"), ("--cuda", "maybe")):
-        err = refused(script, flag, value, lines=None)
-        assert value in err and (flag in err or flag == "--cuda")
-    assert "--gama" in refused(script, "--gama", "0.9", lines=None)
-    assert "--env-id" in refused(script, "--env-id", lines=None)
+        err = refused(script, flag, value)
+        assert err.startswith("error: ") and value in err and (flag in err or flag == "--cuda")
+    err = refused(script, "--gama", "0.9")
+    assert "--gama" in err and "Perhaps you meant: --gamma FLOAT discount factor" in err
+    assert "--env-id" in refused(script, "--env-id")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems promise memory that they don't have")
+@pytest.mark.parametrize("script", [script for script in ALL if "atari" not in script])
+def test_sizes_that_no_memory_holds(refused, script):
+    sizes = {"ppo": ("num-steps", 2**28), "dqn_memory": ("buffer-size", 2**31 - 1)}
+    sizes |= dict.fromkeys(("impala", "appo"), ("fragment-length", 2**27))
+    flag, size = next((sizes[name] for name in sizes if script.startswith(name)), ("batch-size", 2**29))
+    used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
+    num_envs = 4 if script in MEMORY else 1
+    try:
+        err = refused(script, f"--{flag}", size, "--num-envs", num_envs, "--total-timesteps", 2**31 - 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert err.startswith(f"error: --{flag} ") and "not enough memory" in err
+
+
+def test_an_error_that_has_nothing_to_do_with_memory_is_raised(monkeypatch):
+    module = importlib.import_module("dqn")
+    with pytest.raises(RuntimeError, match="shapes"), module.room_for(module.Args()):
+        raise RuntimeError("shapes cannot be multiplied")
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
@@ -320,6 +344,14 @@ def test_cudagraphs_without_cuda(refused, monkeypatch, script):
     assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs", "--no-cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs")
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_a_resume_of_no_folder(refused, script):
+    """As of a variable of the shell that is empty: it would begin a new run."""
+    for folder in ("", "nowhere"):
+        err = refused(script, "--resume", folder)
+        assert err.startswith(f"error: --resume {folder}".rstrip()) and "must be the folder of a run" in err
 
 
 @pytest.mark.parametrize("script", ALL)

@@ -81,6 +81,7 @@ def reach(script, flags, monkeypatch, fakes):
 
     class Torch:
         device = staticmethod(lambda name: META)
+        get_device_module = staticmethod(lambda device: torch.cpu)  # which has events
         __getattr__ = staticmethod(lambda name: getattr(torch, name))
 
     if "Breakout-v5" in flags:

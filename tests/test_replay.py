@@ -159,6 +159,29 @@ def test_ring_written_in_blocks_that_are_sometimes_half_filled(
         assert_holds(ring, happened, drawn)
 
 
+@pytest.mark.parametrize("separate", [False, True], ids=["one memory", "host and device"])
+@pytest.mark.parametrize("lengths", [[(1, "truncated")], MIXED, [(2, "truncated"), (1, "terminated")]])
+@pytest.mark.parametrize("num_envs, capacity", [(1, 1), (1, 5), (1, 20), (2, 3), (2, 20), (3, 4), (3, 15), (3, 150)])
+def test_what_was_drawn_a_step_ahead_is_there_before_and_after_the_step(
+    monkeypatch, num_envs, capacity, lengths, separate
+):
+    """As SAC and TD3 draw: for the step after the next, when two more steps of transitions will be there."""
+    if separate:
+        monkeypatch.setattr(dqn_torchcompile, "mirrored", agents.as_on_a_gpu)
+    stream, happened = Stream(num_envs, lengths), []
+    ring = ReplayRing(args_of(capacity, num_envs, 500), fake_env(), CPU)
+    coming = ring.draw(coming=num_envs)
+    for _ in range(120):
+        ring.pick(coming, coming=num_envs)
+        coming = ring.draw(coming=2 * num_envs)
+        drawn = set(ring.drawn.flatten().tolist())
+        assert_holds(ring, happened, {number for number in drawn if number < len(happened)})
+        step_all(ring, stream, happened)
+        ring.upload()
+        ring.write()
+        assert_holds(ring, happened, drawn)
+
+
 def as_saved(ring):
     """What is loaded from a checkpoint of this ring."""
     file = io.BytesIO()

@@ -170,6 +170,11 @@ def test_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_cla
     agents.assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_class)
 
 
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class):
+    agents.assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class)
+
+
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
 def test_only_what_is_not_terminated_is_bootstrapped(end, matters):
     agents.assert_bootstrap(pair, end, matters)
