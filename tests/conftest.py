@@ -82,7 +82,7 @@ def start():
         environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
         argv = [sys.executable, str(LEANRL / script), *map(str, flags)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
-        processes.append(subprocess.Popen(argv, env=environment, **pipes, **kwargs))
+        processes.append(subprocess.Popen(argv, env=environment, **pipes | kwargs))
         return processes[-1]
 
     yield start

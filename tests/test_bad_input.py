@@ -5,7 +5,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import itertools
+import os
+import pty
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ import torch
 import tyro
 
 import environments
+from pools import Counting
 
 CONTINUOUS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action"]
 CONTINUOUS += [f"{script}_torchcompile" for script in CONTINUOUS]
@@ -233,8 +237,10 @@ def test_not_a_number_and_not_a_flag(refused, script):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems promise memory that they don't have")
-@pytest.mark.parametrize("script", [script for script in ALL if "atari" not in script])
-def test_sizes_that_no_memory_holds(refused, script):
+@pytest.mark.parametrize("script", ALL)
+def test_sizes_that_no_memory_holds(refused, monkeypatch, script):
+    if "atari" in script:
+        monkeypatch.setattr(importlib.import_module(script), "make_pool", Counting)
     sizes = {"ppo": ("num-steps", 2**28), "dqn_memory": ("buffer-size", 2**31 - 1)}
     sizes |= dict.fromkeys(("impala", "appo"), ("fragment-length", 2**27))
     flag, size = next((sizes[name] for name in sizes if script.startswith(name)), ("batch-size", 2**29))
@@ -249,7 +255,7 @@ def test_sizes_that_no_memory_holds(refused, script):
     assert err.startswith(f"error: --{flag} ") and "not enough memory" in err
 
 
-def test_an_error_that_has_nothing_to_do_with_memory_is_raised(monkeypatch):
+def test_an_error_that_has_nothing_to_do_with_memory_is_raised():
     module = importlib.import_module("dqn")
     with pytest.raises(RuntimeError, match="shapes"), module.room_for(module.Args()):
         raise RuntimeError("shapes cannot be multiplied")
@@ -350,7 +356,7 @@ def test_cudagraphs_without_cuda(refused, monkeypatch, script):
 def test_a_resume_of_no_folder(refused, script):
     """As of a variable of the shell that is empty: it would begin a new run."""
     for folder in ("", "nowhere"):
-        err = refused(script, "--resume", folder)
+        err = refused(script, "--resume", folder, "--total-timesteps", 1)  # too few for anything else
         assert err.startswith(f"error: --resume {folder}".rstrip()) and "must be the folder of a run" in err
 
 
@@ -402,3 +408,19 @@ def test_in_a_process_of_its_own(start, tmp_path, argv, message):
     assert process.returncode == 2 and out == ""
     assert message in err and len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_a_box_that_is_drawn_or_coloured_makes_one_line(start, tmp_path, kind):
+    """In a process of its own, as nothing is drawn or coloured where pytest captures the output."""
+    ours, theirs = pty.openpty()
+    stdout = theirs if kind == "terminal" else subprocess.PIPE
+    process = start("dqn.py", "--gama", "0.9", cwd=tmp_path, stdout=stdout)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert err.startswith(
+        "error: Unrecognized options: --gama, 0.9; Perhaps you meant: --gamma FLOAT discount factor, per step"
+    )
+    assert err.endswith("/dqn.py --help\n") and len(err.splitlines()) == 1
+    os.close(ours)
+    os.close(theirs)
