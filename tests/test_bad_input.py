@@ -31,6 +31,7 @@ ALL = [*SCRIPTS, *MEMORY, *RAY, "ppo_atari_envpool", "ppo_atari_envpool_torchcom
 ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
 COUNT = ("must lie in [1, 2**31)", [0, -1, 2**31, 10**25])
+NATURAL = ("must lie in [0, 2**31)", [-1, 2**31, 10**25])
 POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])
 NOT_NEGATIVE = ("must lie in [0, 3.4e38]", [-0.1, "nan", "inf", "1e39"])
 SHARE = ("[0, 1]", [-0.01, 1.01, "nan", "inf"])
@@ -50,12 +51,12 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "fragment-length": COUNT,
     "batch-fragments": COUNT,
     "actor-timeout": COUNT,
-    "num-actors": ("at least 0", [-1]),
-    "forced-lag": ("at least 0", [-1]),
-    "burn-in": ("at least 0", [-1]),
-    "learning-starts": ("at least 0", [-1]),
-    "measure-burnin": ("at least 0", [-1]),
-    "save-every": ("at least 0", [-1]),
+    "num-actors": NATURAL,
+    "forced-lag": NATURAL,
+    "burn-in": NATURAL,
+    "learning-starts": NATURAL,
+    "measure-burnin": NATURAL,
+    "save-every": NATURAL,
     "seed": ("[0, 2**32)", [-1, 2**32]),
     "learning-rate": POSITIVE,
     "policy-lr": POSITIVE,
