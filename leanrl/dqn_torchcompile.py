@@ -594,8 +594,9 @@ class ReplayRing:
 
     def complete(self) -> None:
         """Completes the staged rows, with the last of them in place of those that are missing."""
-        for column in self.columns:
-            column[self.filled :] = column[self.filled - 1]
+        if self.filled < len(self.staged):
+            for column in self.columns:
+                column[self.filled :] = column[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
         self.filled = 0
 

@@ -39,7 +39,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -76,6 +76,8 @@ class Args:
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
     """use repeatable kernels: cuDNN's, cuBLAS's, and those that Inductor compiles"""
+    tf32: bool = False
+    """let a GPU multiply matrices in TF32: faster, with 10 bits of mantissa instead of 23"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"
@@ -602,8 +604,9 @@ class ReplayRing:
 
     def complete(self) -> None:
         """Completes the staged rows, with the last of them in place of those that are missing."""
-        for column in self.columns:
-            column[self.filled :] = column[self.filled - 1]
+        if self.filled < len(self.staged):
+            for column in self.columns:
+                column[self.filled :] = column[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
         self.filled = 0
 
@@ -700,7 +703,8 @@ class TD3Agent(nn.Module):
         self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
-        self.acted = torch.get_device_module(device).Event()
+        self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
+        self.acted = torch.cuda.Event(external=True) if device.type == "cuda" else torch.cpu.Event()
         self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
@@ -717,32 +721,38 @@ class TD3Agent(nn.Module):
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
         return action.clamp(self.low, self.high)
 
-    def act(self, observation: np.ndarray, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
+    def act(self, observation: np.ndarray, updates: Sequence[tuple] = ()) -> np.ndarray:
         """Actions with exploration noise; [num_envs, observation_dim] -> [num_envs, A].
 
-        What `meanwhile` gives a GPU to do comes behind the acting, and is under way when this returns. `must_wait` then
-        tells whether the updates that follow the next actions must wait for the environments.
+        A GPU begins `updates`, each the arguments of `learn`, behind the acting, and is at them when this returns.
+        `must_wait` then tells whether the updates that follow the next actions must wait for the environments.
         """
         if not self.has_drawn:
             self.next_ages.copy_(self.buffer.draw(coming=self.args.num_envs))
             self.has_drawn = True
-        self.host_observation.numpy()[:] = observation
-        self.exchange()
-        self.acted.record()
-        if meanwhile is not None:
-            meanwhile()
+        inbox, outbox = self.host_arrays
+        inbox[:] = observation
+        first, *others = updates or [()]
+        self.exchange(*first)
+        for update in others:
+            self.learn(*update)
         self.acted.synchronize()
-        outbox, space = self.host_outbox.numpy(), self.action_space
-        self.must_wait, action = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim)
+        self.must_wait, action, space = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim), self.action_space
         # A rounding may have passed the bounds
         return np.minimum(np.maximum(action, space.low), space.high).astype(space.dtype, copy=False)
 
-    def exchange(self) -> None:
-        """Sends the observations and what is staged, acts, and fetches the actions."""
+    def exchange(self, *update: bool) -> None:
+        """Sends the observations and what is staged, acts, and fetches the actions; then comes an update, if given.
+
+        `acted` is recorded between the two, by a captured graph as well (an external event).
+        """
         self.buffer.send()
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
         self.host_outbox.copy_(self.outbox, non_blocking=True)
+        self.acted.record()
+        if update:
+            self.learn(*update)
 
     @torch.no_grad()
     def choose(self) -> None:
@@ -812,6 +822,7 @@ def main(args: Args) -> None:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
@@ -825,21 +836,18 @@ def main(args: Args) -> None:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
 
-        def update_all() -> None:
-            for _ in range(args.num_envs):
-                agent.learn(run.updates % args.policy_frequency == 0)
-                run.updates += 1
-
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
         learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
         while run.global_step < args.total_timesteps:
             # Act; learn while the environments step, unless a batch has a transition that is still to come
             is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
+            due = range(run.updates, run.updates + (args.num_envs if is_learning else 0))
+            updates, run.updates = [(n % args.policy_frequency == 0,) for n in due], due.stop
             if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
                 action = [env.action_space.sample() for env in envs]
             else:
-                action = agent.act(observation, update_all if is_learning and not must_wait else None)
+                action = agent.act(observation, [] if must_wait else updates)
 
             # Step and store; where an episode has ended, the next one begins. An environment may write to its action
             for i, env in enumerate(envs):
@@ -852,8 +860,8 @@ def main(args: Args) -> None:
             if must_wait:
                 buffer.upload()
                 buffer.write()
-                if is_learning:
-                    update_all()
+                for update in updates:
+                    agent.learn(*update)
             else:
                 buffer.complete()  # and the next `act` sends and writes it
             run.end_step(agent.losses, learning_rate=args.learning_rate)

@@ -78,6 +78,8 @@ class Args:
     """train on CUDA where there is a device, else on the CPU"""
     torch_deterministic: bool = True
     """use repeatable kernels: cuDNN's, cuBLAS's, and those that Inductor compiles"""
+    tf32: bool = False
+    """let a GPU multiply matrices in TF32: faster, with 10 bits of mantissa instead of 23"""
     track: bool = False
     """send the metrics to Weights & Biases as well (needs the wandb package)"""
     wandb_project: str = "leanrl"
@@ -609,8 +611,9 @@ class ReplayRing:
 
     def complete(self) -> None:
         """Completes the staged rows, with the last of them in place of those that are missing."""
-        for column in self.columns:
-            column[self.filled :] = column[self.filled - 1]
+        if self.filled < len(self.staged):
+            for column in self.columns:
+                column[self.filled :] = column[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
         self.filled = 0
 
@@ -774,7 +777,8 @@ class CompiledTD3Agent(nn.Module):
         self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
-        self.acted = torch.get_device_module(device).Event()
+        self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
+        self.acted = torch.cuda.Event(external=True) if device.type == "cuda" else torch.cpu.Event()
         self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
     def policy(self, actor, observation: torch.Tensor) -> torch.Tensor:
@@ -791,32 +795,38 @@ class CompiledTD3Agent(nn.Module):
         action = action + torch.randn_like(action) * self.args.exploration_noise * self.scale
         return action.clamp(self.low, self.high)
 
-    def act(self, observation: np.ndarray, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
+    def act(self, observation: np.ndarray, updates: Sequence[tuple] = ()) -> np.ndarray:
         """Actions with exploration noise; [num_envs, observation_dim] -> [num_envs, A].
 
-        What `meanwhile` gives a GPU to do comes behind the acting, and is under way when this returns. `must_wait` then
-        tells whether the updates that follow the next actions must wait for the environments.
+        A GPU begins `updates`, each the arguments of `learn`, behind the acting, and is at them when this returns.
+        `must_wait` then tells whether the updates that follow the next actions must wait for the environments.
         """
         if not self.has_drawn:
             self.next_ages.copy_(self.buffer.draw(coming=self.args.num_envs))
             self.has_drawn = True
-        self.host_observation.numpy()[:] = observation
-        self.exchange()
-        self.acted.record()
-        if meanwhile is not None:
-            meanwhile()
+        inbox, outbox = self.host_arrays
+        inbox[:] = observation
+        first, *others = updates or [()]
+        self.exchange(*first)
+        for update in others:
+            self.learn(*update)
         self.acted.synchronize()
-        outbox, space = self.host_outbox.numpy(), self.action_space
-        self.must_wait, action = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim)
+        self.must_wait, action, space = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim), self.action_space
         # A rounding may have passed the bounds
         return np.minimum(np.maximum(action, space.low), space.high).astype(space.dtype, copy=False)
 
-    def exchange(self) -> None:
-        """Sends the observations and what is staged, acts, and fetches the actions."""
+    def exchange(self, *update: bool) -> None:
+        """Sends the observations and what is staged, acts, and fetches the actions; then comes an update, if given.
+
+        `acted` is recorded between the two, by a captured graph as well (an external event).
+        """
         self.buffer.send()
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
         self.host_outbox.copy_(self.outbox, non_blocking=True)
+        self.acted.record()
+        if update:
+            self.learn(*update)
 
     def choose(self) -> None:
         """Stores what was sent, acts, and draws the transitions of the updates that follow the next actions.
@@ -883,6 +893,7 @@ def main(args: Args) -> None:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_environments(args)
     check_continuous_spaces(envs[0])
@@ -895,7 +906,8 @@ def main(args: Args) -> None:
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
-        # Compilation: full graphs to act and to update; capture: one to act, with its transfers, one for each update
+        # Compilation: full graphs to act and to update. Capture: a graph to act, with its transfers, one for each kind
+        # of update, one for both at a time, and one to store what an update must wait for
         steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
             # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
@@ -903,24 +915,21 @@ def main(args: Args) -> None:
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            options["triton.enable_pdl"] = True  # a kernel is launched while the one before it still runs
             options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         agent.choose, agent.update_critics, agent.update_actor = steps
-        learn = {kind: functools.partial(agent.learn, kind) for kind in {True, args.policy_frequency == 1}}
-        if args.cudagraphs:
-            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
-            agent.exchange = CudaGraphModule(agent.exchange, warmup=3)
-            learn = {kind: CudaGraphModule(step, warmup=3) for kind, step in learn.items()}
+        kinds = [(True,), (False,)][: args.policy_frequency]
+        logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
+        capture = functools.partial(CudaGraphModule, warmup=3) if args.cudagraphs else lambda step: step
+        learn = {kind: capture(functools.partial(agent.learn, *kind)) for kind in kinds}
+        exchange = {kind: capture(functools.partial(agent.exchange, *kind)) for kind in [(), *kinds]}
+        write = capture(buffer.write)
         if args.compile or args.cudagraphs:
             started = run.now()
-            warm_up([agent.exchange, *learn.values()], agent, run)
+            warm_up([write, *learn.values(), *exchange.values()], agent, run)
             run.warmup_seconds += run.now() - started
-        agent.learn = lambda kind: learn[kind]()
-
-        def update_all() -> None:
-            for _ in range(args.num_envs):
-                agent.learn(run.updates % args.policy_frequency == 0)
-                run.updates += 1
+        agent.learn, agent.exchange = lambda *kind: learn[kind](), lambda *kind: exchange[kind]()
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
@@ -928,10 +937,12 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act; learn while the environments step, unless a batch has a transition that is still to come
             is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
+            due = range(run.updates, run.updates + (args.num_envs if is_learning else 0))
+            updates, run.updates = [(n % args.policy_frequency == 0,) for n in due], due.stop
             if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
                 action = [env.action_space.sample() for env in envs]
             else:
-                action = agent.act(observation, update_all if is_learning and not must_wait else None)
+                action = agent.act(observation, [] if must_wait else updates)
 
             # Step and store; where an episode has ended, the next one begins. An environment may write to its action
             for i, env in enumerate(envs):
@@ -943,9 +954,9 @@ def main(args: Args) -> None:
             # Learn what had to wait: one update for each step of each environment
             if must_wait:
                 buffer.upload()
-                buffer.write()
-                if is_learning:
-                    update_all()
+                write()
+                for update in updates:
+                    agent.learn(*update)
             else:
                 buffer.complete()  # and the next `act` sends and writes it
             run.end_step(agent.losses, learning_rate=args.learning_rate)

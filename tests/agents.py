@@ -278,23 +278,40 @@ def assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class
             super().send()
 
     class Agent(getattr(module, agent_class)):
-        exchanged_at = 0
+        fetched_at = 0
 
-        def act(self, observation, meanwhile=None):
-            assert self.exchanged_at <= stream.done, "observations were overwritten on their way"
-            waits.append(meanwhile is None)
-            action = super().act(observation, meanwhile)
-            assert self.exchanged_at <= stream.done, "actions were read before they came"
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            outbox = self.host_outbox
+            self.host_outbox = SimpleNamespace(copy_=lambda *tensor, **options: self.fetch(outbox, *tensor))
+
+        def fetch(self, outbox, tensor):
+            outbox.copy_(tensor)
+            stream.given += 1
+            self.fetched_at = stream.given
+
+        def act(self, observation, updates=()):
+            assert self.fetched_at <= stream.done, "observations were overwritten on their way"
+            begun.append(len(updates))
+            action = super().act(observation, updates)
+            assert self.fetched_at <= stream.done, "actions were read before they came"
+            assert stream.done == stream.given - len(updates), "the host waited for updates"
             return action
 
-        def exchange(self):
-            super().exchange()
+        def learn(self, *due):
             stream.given += 1
-            self.exchanged_at = stream.given
+            super().learn(*due)
 
-    waits = []
+    begun = []
     for name, fake in (("ReplayRing", Ring), (agent_class, Agent), ("mirrored", as_on_a_gpu)):
         monkeypatch.setattr(module, name, fake)
     monkeypatch.setattr(torch.cpu, "Event", Event)
     launch(script, "--num-envs", 2, "--total-timesteps", 300, "--learning-starts", 100, "--batch-size", 8)
-    assert {True, False} == set(waits) and stream.given > 200, "updates before and after the steps"
+    assert {0, 2} == set(begun) and stream.given > 200, "updates before and after the steps"
+
+
+def assert_tf32_is_an_option(launch, script):
+    """Products in TF32 have to be asked for."""
+    for flags, expected in ((["--tf32"], True), ([], False)):
+        run = launch(script, "--total-timesteps", 20, "--learning-starts", 5, "--batch-size", 4, *flags)
+        assert torch.backends.cuda.matmul.allow_tf32 is expected and run.config["tf32"] is expected

@@ -159,7 +159,7 @@ def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
         )
     run = launch(script, "--total-timesteps", 100, *flags, "--compile")
     assert 0 < round(sum(slept), 3) <= run.summary["warmup_seconds"] < run.summary["wall_seconds"]
-    steps = {"sac_continuous_action": 3, "td3_continuous_action": 3, "dqn": 1, "ppo_memory": 3}
+    steps = {"sac_continuous_action": 6, "td3_continuous_action": 6, "dqn": 1, "ppo_memory": 3}
     assert len(warmed_up) == steps.get(script.removesuffix("_torchcompile"), 2)
     assert len({id(step) for step in warmed_up}) == len(warmed_up), "each once"
 

@@ -22,9 +22,9 @@ CELLS = ("none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm")
 CONTINUOUS, LOCAL = ["--env-id", "ToyContinuous-v0"], ["--num-actors", "0"]
 OFF_POLICY = [*CONTINUOUS, "--num-envs", "2", "--buffer-size", "100", "--batch-size", "16"]
 RUNS = [
-    ("sac_continuous_action", OFF_POLICY, 3),
-    ("sac_continuous_action", [*OFF_POLICY, "--no-autotune", "--target-network-frequency", "3"], 5),
-    ("td3_continuous_action", OFF_POLICY, 3),
+    ("sac_continuous_action", OFF_POLICY, 6),
+    ("sac_continuous_action", [*OFF_POLICY, "--no-autotune", "--target-network-frequency", "3"], 10),
+    ("td3_continuous_action", OFF_POLICY, 6),
     ("dqn", ["--buffer-size", "100"], 1),
     ("ppo", [], 2),
     ("ppo_continuous_action", CONTINUOUS, 2),

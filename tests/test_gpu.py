@@ -252,6 +252,27 @@ def test_two_observations_give_two_actions_from_a_captured_policy(script):
     assert difference.abs().max() > 0.2
 
 
+@pytest.mark.parametrize("script", [script for script in AGENTS if not script.startswith("dqn")])
+@torch.no_grad()
+def test_the_host_waits_for_captured_actions_but_not_for_the_update_behind_them(script):
+    from tensordict.nn import CudaGraphModule
+
+    module, device = importlib.import_module(script), torch.device("cuda")
+    env = gym.make("ToyContinuous-v0", disable_env_checker=True)
+    args = module.Args(buffer_size=100, batch_size=8)
+    agent = getattr(module, AGENTS[script])(args, env, device, module.ReplayRing(args, env, device))
+    choose = agent.choose
+    agent.choose = lambda: (torch.cuda._sleep(2_000_000), choose())
+    agent.learn = lambda *due: torch.cuda._sleep(40_000_000)  # at 2 GHz some 20 ms
+    graph = CudaGraphModule(functools.partial(agent.exchange, True), warmup=3)
+    agent.exchange = lambda *due: graph()
+    for n in range(10):
+        action = agent.act(np.full((1, 4), n, np.float32), [(True,)])
+        assert n < 3 or not torch.cuda.current_stream().query(), "the update was waited for"
+        torch.cuda.synchronize()
+        assert np.array_equal(action[0], agent.outbox[:-1].cpu().numpy()), "an action of before"
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled and captured"])
 @pytest.mark.parametrize("script", ON_POLICY)
 @torch.no_grad()

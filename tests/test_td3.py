@@ -146,7 +146,7 @@ def test_kinds_of_updates_are_those_that_occur(launch, monkeypatch, policy, kind
     flags = ["--total-timesteps", 30, "--learning-starts", 0, "--batch-size", 4, "--policy-frequency", policy]
     assert launch("td3_continuous_action_torchcompile", *flags).summary["updates"] == 30
     made = [kind for kind in made if len(kind) == 1 and isinstance(kind[0], bool)]
-    assert set(made) == kinds and len(made) == len(kinds)
+    assert set(made) == kinds and len(made) == 2 * len(kinds)  # alone, and behind the acting
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -173,6 +173,11 @@ def test_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_cla
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
 def test_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class):
     agents.assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class)
+
+
+@pytest.mark.parametrize("script, agent_class", SCRIPTS)
+def test_tf32_is_an_option(launch, script, agent_class):
+    agents.assert_tf32_is_an_option(launch, script)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
