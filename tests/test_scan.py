@@ -359,8 +359,9 @@ def test_bad_input(arguments, message, capsys, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["recurrence", "lru", "gru"])
-def test_arms_on_cuda(name, traced):
+def test_arms_on_cuda(name, traced, monkeypatch):
     """Captured graphs, too, which are replayed with other resets."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # as in main: cuDNN's may be what all are held to
     lines = measured(scan_arms.Model(name, LENGTH, BATCH, SIZE, "cuda"), (0.3, 0.0))
     for (arm, *_), line in lines.items():
         if arm.startswith("captured"):
