@@ -915,7 +915,6 @@ def main(args: Args) -> None:
             torch.compiler.reset()
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
             options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            options["triton.enable_pdl"] = True  # a kernel is launched while the one before it still runs
             options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         agent.choose, agent.update_critics, agent.update_actor = steps
