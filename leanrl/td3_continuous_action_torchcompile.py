@@ -778,6 +778,7 @@ class CompiledTD3Agent(nn.Module):
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
         self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
+        # External, as a captured graph records it between the acting and an update
         self.acted = torch.cuda.Event(external=True) if device.type == "cuda" else torch.cpu.Event()
         self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
@@ -816,10 +817,7 @@ class CompiledTD3Agent(nn.Module):
         return np.minimum(np.maximum(action, space.low), space.high).astype(space.dtype, copy=False)
 
     def exchange(self, *update: bool) -> None:
-        """Sends the observations and what is staged, acts, and fetches the actions; then comes an update, if given.
-
-        `acted` is recorded between the two, by a captured graph as well (an external event).
-        """
+        """Sends the observations and what is staged, acts, and fetches the actions; then comes an update, if given."""
         self.buffer.send()
         self.observation.copy_(self.host_observation, non_blocking=True)
         self.choose()
