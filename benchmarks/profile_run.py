@@ -97,7 +97,7 @@ def note_graphs(module: ModuleType) -> dict[str, Callable]:
         def __init__(self, function, *arguments, **keywords):
             super().__init__(function, *arguments, **keywords)
             inner = getattr(function, "func", function)  # of a partial
-            graphs[f"{inner.__name__}{getattr(function, 'args', '')}"] = self
+            graphs[f"{inner.__name__}{getattr(function, 'args', '') or ''}"] = self
 
     module.CudaGraphModule = NotedGraph
     return graphs

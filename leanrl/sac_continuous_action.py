@@ -734,10 +734,10 @@ class SACAgent(nn.Module):
         """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
         return torch.stack([critic(observation, action) for critic in critics])
 
-    def act(self, observation: np.ndarray, updates: Sequence[tuple] = ()) -> np.ndarray:
+    def act(self, observation: np.ndarray, updates: Sequence[tuple[bool, ...]] = ()) -> np.ndarray:
         """Sampled actions; [num_envs, observation_dim] -> [num_envs, A].
 
-        A GPU begins `updates`, each the arguments of `learn`, behind the acting, and is at them when this returns.
+        `updates`, each the arguments of `learn`, follow the acting: a GPU is still at them when this returns.
         `must_wait` then tells whether the updates that follow the next actions must wait for the environments.
         """
         if not self.has_drawn:
@@ -862,12 +862,14 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act; learn while the environments step, unless a batch has a transition that is still to come
             is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
-            due = range(run.updates, run.updates + (args.num_envs if is_learning else 0))
-            updates, run.updates = [(n % policy == 0, n % targets == 0) for n in due], due.stop
+            numbers = range(run.updates, run.updates + args.num_envs) if is_learning else ()
+            updates = [(n % policy == 0, n % targets == 0) for n in numbers]
+            at_once, afterwards = ([], updates) if must_wait else (updates, [])
             if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
                 action = [env.action_space.sample() for env in envs]
             else:
-                action = agent.act(observation, [] if must_wait else updates)
+                action = agent.act(observation, at_once)
+                run.updates += len(at_once)
 
             # Step and store; where an episode has ended, the next one begins. An environment may write to its action
             for i, env in enumerate(envs):
@@ -880,8 +882,9 @@ def main(args: Args) -> None:
             if must_wait:
                 buffer.upload()
                 buffer.write()
-                for update in updates:
+                for update in afterwards:
                     agent.learn(*update)
+                    run.updates += 1
             else:
                 buffer.complete()  # and the next `act` sends and writes it
             run.end_step(agent.losses, learning_rate=args.policy_lr)

@@ -797,8 +797,8 @@ class CompiledSACAgent(nn.Module):
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
         self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
-        # External, as a captured graph records it between the acting and an update
-        self.acted = torch.cuda.Event(external=True) if device.type == "cuda" else torch.cpu.Event()
+        # External: recorded by a captured graph
+        self.acted = torch.cuda.Event(external=True) if args.cudagraphs else torch.get_device_module(device).Event()
         self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
     def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -810,10 +810,10 @@ class CompiledSACAgent(nn.Module):
         """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
         return torch.vmap(lambda critic: self.q_module(critic, observation, action))(critics)
 
-    def act(self, observation: np.ndarray, updates: Sequence[tuple] = ()) -> np.ndarray:
+    def act(self, observation: np.ndarray, updates: Sequence[tuple[bool, ...]] = ()) -> np.ndarray:
         """Sampled actions; [num_envs, observation_dim] -> [num_envs, A].
 
-        A GPU begins `updates`, each the arguments of `learn`, behind the acting, and is at them when this returns.
+        `updates`, each the arguments of `learn`, follow the acting: a GPU is still at them when this returns.
         `must_wait` then tells whether the updates that follow the next actions must wait for the environments.
         """
         if not self.has_drawn:
@@ -928,8 +928,8 @@ def main(args: Args) -> None:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
         policy, targets = args.policy_frequency, args.target_network_frequency
-        # Compilation: full graphs to act and to update. Capture: a graph to act, with its transfers, one for each kind
-        # of update, one for both at a time, and one to store what an update must wait for
+        # Compilation: full graphs to act and to update. Capture: one to act, with its transfers, one for each kind of
+        # update, one to act and make it, and one to store what an update must wait for
         steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
             # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
@@ -959,12 +959,14 @@ def main(args: Args) -> None:
         while run.global_step < args.total_timesteps:
             # Act; learn while the environments step, unless a batch has a transition that is still to come
             is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
-            due = range(run.updates, run.updates + (args.num_envs if is_learning else 0))
-            updates, run.updates = [(n % policy == 0, n % targets == 0) for n in due], due.stop
+            numbers = range(run.updates, run.updates + args.num_envs) if is_learning else ()
+            updates = [(n % policy == 0, n % targets == 0) for n in numbers]
+            at_once, afterwards = ([], updates) if must_wait else (updates, [])
             if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
                 action = [env.action_space.sample() for env in envs]
             else:
-                action = agent.act(observation, [] if must_wait else updates)
+                action = agent.act(observation, at_once)
+                run.updates += len(at_once)
 
             # Step and store; where an episode has ended, the next one begins. An environment may write to its action
             for i, env in enumerate(envs):
@@ -977,8 +979,9 @@ def main(args: Args) -> None:
             if must_wait:
                 buffer.upload()
                 write()
-                for update in updates:
+                for update in afterwards:
                     agent.learn(*update)
+                    run.updates += 1
             else:
                 buffer.complete()  # and the next `act` sends and writes it
             run.end_step(agent.losses, learning_rate=args.policy_lr)

@@ -1,6 +1,7 @@
 """Eager and compiled agents side by side, with the same weights and the same replayed transitions."""
 
 import importlib
+import math
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -223,7 +224,12 @@ def assert_same_beside_the_environments(launch, monkeypatch, script, agent_class
 
 def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_class):
     """Each update draws from all transitions of its step and before, the newest as often as the oldest."""
-    module, places, ends = importlib.import_module(script), [], []
+    module, places, ends, rewards = importlib.import_module(script), [], [], []
+
+    class Ring(module.ReplayRing):
+        def add(self, observation, next_observation, action, reward, *ends):
+            super().add(observation, next_observation, action, reward, *ends)
+            rewards.append(reward)
 
     class Noting(getattr(module, agent_class)):
         def act(self, *arguments):
@@ -233,12 +239,15 @@ def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_c
         def update_critics(self, *arguments):
             numbers = self.buffer.drawn[self.buffer.turn.item()]
             assert numbers.min() >= 0 and numbers.max() < min(self.end, self.buffer.added)
+            stored = self.buffer.fields["reward"][numbers % self.buffer.rows]
+            assert torch.equal(stored, torch.tensor(rewards, dtype=torch.float32)[numbers]), "not stored yet"
             places.append((numbers.double() + 0.5) / self.end)
             oldest, newest = (part.sum().item() for part in (numbers < 3, numbers >= self.end - 3))
             ends.append((oldest, newest, len(numbers) * 3 / self.end))
             super().update_critics(*arguments)
 
     monkeypatch.setattr(module, agent_class, Noting)
+    monkeypatch.setattr(module, "ReplayRing", Ring)
     flags = ["--num-envs", 3, "--learning-starts", 30, "--total-timesteps", 900, "--batch-size", 32]
     launch(script, *flags)
     places = torch.cat(places)
@@ -254,7 +263,7 @@ def assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class
 
     A stream without a GPU: it counts what it is given, and has certainly done what the host has waited for.
     """
-    module, stream = importlib.import_module(script), SimpleNamespace(given=0, done=0)
+    module, stream = importlib.import_module(script), SimpleNamespace(given=0, done=0, fetches=[])
 
     class Event:
         place = 0
@@ -264,6 +273,9 @@ def assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class
 
         def synchronize(self):
             stream.done = max(stream.done, self.place)
+            while stream.fetches and stream.fetches[0][0] <= stream.done:
+                _, outbox, values = stream.fetches.pop(0)
+                outbox.copy_(values)
 
     class Ring(module.ReplayRing):
         sent_at = 0
@@ -286,8 +298,9 @@ def assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class
             self.host_outbox = SimpleNamespace(copy_=lambda *tensor, **options: self.fetch(outbox, *tensor))
 
         def fetch(self, outbox, tensor):
-            outbox.copy_(tensor)
+            outbox.fill_(math.nan)
             stream.given += 1
+            stream.fetches.append((stream.given, outbox, tensor.clone()))
             self.fetched_at = stream.given
 
         def act(self, observation, updates=()):
@@ -312,6 +325,9 @@ def assert_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class
 
 def assert_tf32_is_an_option(launch, script):
     """Products in TF32 have to be asked for."""
-    for flags, expected in ((["--tf32"], True), ([], False)):
-        run = launch(script, "--total-timesteps", 20, "--learning-starts", 5, "--batch-size", 4, *flags)
-        assert torch.backends.cuda.matmul.allow_tf32 is expected and run.config["tf32"] is expected
+    try:
+        for flags, expected in ((["--tf32"], True), ([], False)):
+            run = launch(script, "--total-timesteps", 20, "--learning-starts", 5, "--batch-size", 4, *flags)
+            assert torch.backends.cuda.matmul.allow_tf32 is expected and run.config["tf32"] is expected
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False

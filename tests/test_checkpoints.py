@@ -312,6 +312,24 @@ def test_after_a_failure(launch, name, status):
         assert torch.load(run.folder / "checkpoint.pt", weights_only=True)["run"]["global_step"] == 89
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("script, agent", [("sac", "SACAgent"), ("td3", "TD3Agent")])
+def test_a_failure_in_a_step_counts_the_updates_that_were_made(launch, monkeypatch, script, agent, waits):
+    """Beside the environments' steps, one of which fails, or after these."""
+    module, made = importlib.import_module(f"{script}_continuous_action"), []
+
+    class Noting(getattr(module, agent)):
+        must_wait = property(lambda self: waits, lambda self, value: None)
+
+        def update_critics(self, *due):
+            made.append(due)
+            super().update_critics(*due)
+
+    monkeypatch.setattr(module, agent, Noting)
+    run = launch(module.__name__, *small(script, 30), env_id="Failing", raises=RuntimeError)
+    assert run.summary["status"] == "failed" and run.summary["updates"] == len(made) == 60 - waits
+
+
 def test_a_compiled_run_goes_on_with_what_was_loaded(launch, monkeypatch):
     """The warm-up puts back what it changed, and nothing is compiled for other tensors than those that were loaded."""
     run = launch("dqn_torchcompile", *small("dqn", 40), "--compile", raises=SystemExit, stop_after=110)

@@ -91,6 +91,7 @@ def reach(script, flags, monkeypatch, fakes):
             monkeypatch.setattr(module, name, fake)
     with pytest.raises(Reached) as reached, monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "Event", lambda external: torch.cpu.Event())
         module.main(tyro.cli(module.Args, args=flags))
     return reached.value.args
 

@@ -221,6 +221,12 @@ def test_a_captured_run_goes_on_with_what_was_loaded(launch, monkeypatch, script
     assert all(tensor.isfinite().all() for tensor in now.values()) and resumed.run.updates > run.summary["updates"]
 
 
+@pytest.mark.parametrize("script", [script for script in AGENTS if not script.startswith("dqn")])
+def test_a_captured_run_in_tf32(launch, script):
+    run = launch(script, *flags_of(script), "--compile", "--cudagraphs", "--tf32")
+    assert run.summary["status"] == "finished" and run.summary["updates"] == 200
+
+
 @pytest.mark.parametrize("script", ON_POLICY)
 def test_target_kl_ends_the_epochs_of_a_captured_run(launch, script):
     run = launch(script, *flags_of(script), "--compile", "--cudagraphs", "--target-kl", 1e-12)
@@ -234,7 +240,7 @@ def test_two_observations_give_two_actions_from_a_captured_policy(script):
 
     module = importlib.import_module(script)
     env = gym.make("ToyContinuous-v0", disable_env_checker=True)
-    args = module.Args(buffer_size=100, batch_size=8)
+    args = module.Args(buffer_size=100, batch_size=8, cudagraphs=True)
     torch.manual_seed(0)
     device = torch.device("cuda")
     ring = module.ReplayRing(args, env, device)
@@ -259,7 +265,7 @@ def test_the_host_waits_for_captured_actions_but_not_for_the_update_behind_them(
 
     module, device = importlib.import_module(script), torch.device("cuda")
     env = gym.make("ToyContinuous-v0", disable_env_checker=True)
-    args = module.Args(buffer_size=100, batch_size=8)
+    args = module.Args(buffer_size=100, batch_size=8, cudagraphs=True)
     agent = getattr(module, AGENTS[script])(args, env, device, module.ReplayRing(args, env, device))
     choose = agent.choose
     agent.choose = lambda: (torch.cuda._sleep(2_000_000), choose())

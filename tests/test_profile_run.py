@@ -86,8 +86,10 @@ def test_captured_graphs(tmp_path):
     output = tmp_path / "td3.json"
     profile("--script", "td3", "--variant", "cudagraphs", "--steps", 4000, "--seconds", 1, "--output", output)
     graphs = json.loads(output.read_text())["graphs"]
-    assert graphs.keys() == {"exchange", "learn(True,)", "learn(False,)"}
-    for graph in graphs.values():
-        assert 0 < graph["us"] < graph["us_waiting_for_each"] and graph["nodes"] > 10
+    both = {"exchange(True,)", "exchange(False,)"}
+    assert graphs.keys() == {"write", "exchange", "learn(True,)", "learn(False,)", *both}
+    for name, graph in graphs.items():
+        assert 0 < graph["us"] < graph["us_waiting_for_each"] and graph["nodes"] > (3 if name == "write" else 10)
         assert graph["longest"] == sorted(graph["longest"], key=lambda node: -node["us"])
     assert graphs["learn(True,)"]["nodes"] > graphs["learn(False,)"]["nodes"]
+    assert graphs["exchange(True,)"]["nodes"] > max(graphs[name]["nodes"] for name in ("exchange", "learn(True,)"))
