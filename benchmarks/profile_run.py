@@ -151,7 +151,7 @@ def print_profile(result: dict, rows: int) -> None:
 
 def main(args: Args) -> None:
     speed.terminate_like_interrupt()
-    (script,), probe = speed.find_scripts([args.script]), speed.ask(speed.PROBE)
+    (script,), probe = speed.find_scripts([args.script], "--script"), speed.ask(speed.PROBE)
     for name in ("seconds", "steps", "rows"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             speed.fail(f"--{name} {getattr(args, name)}: must be above 0")

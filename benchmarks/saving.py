@@ -41,7 +41,7 @@ def main(args: Args) -> None:
     for name in ("save_every", "steps", "repeats", "timeout"):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    (script,), probe = find_scripts([args.script]), ask(PROBE)
+    (script,), probe = find_scripts([args.script], "--script"), ask(PROBE)
     device = "cuda" if probe["gpu"] else "cpu"
     output, result = args.output or result_path("saving", device, probe), new_result("saving", args, probe, device)
     common = ["--compile", *lengths(script, 1_000, args.steps), *shlex.split(args.flags)]

@@ -561,14 +561,14 @@ def warm_up_all(
                 print(f"{warmup:.1f} s of warm-up, {whole:.1f} s in all", flush=True)
 
 
-def find_scripts(names: Sequence[str]) -> list[str]:
-    """Full names of the scripts that `names` begin."""
+def find_scripts(names: Sequence[str], flag: str = "--scripts") -> list[str]:
+    """Full names of the scripts that `names`, which `flag` has given, begin."""
     found = []
     for name in names:
         short = name.removesuffix(".py").removesuffix("_torchcompile")
         matches = [short] if short in WORKLOADS else [known for known in WORKLOADS if known.startswith(short)]
         if len(matches) != 1:
-            fail(f"--scripts {name}: must be one of {', '.join(WORKLOADS)}, or the beginning of just one")
+            fail(f"{flag} {name}: must be one of {', '.join(WORKLOADS)}, or the beginning of just one")
         found += matches
     return list(dict.fromkeys(found))
 

@@ -63,7 +63,7 @@ def test_what_is_written_and_printed(profiled):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--script", "nothing"], "--scripts nothing: must be one of"),
+        (["--script", "nothing"], "--script nothing: must be one of"),
         (["--script", "dqn", "--seconds", "0"], "--seconds 0.0: must be above 0"),
         (["--script", "dqn", "--steps", "-1"], "--steps -1: must be above 0"),
         (["--script", "dqn", "--variant", "cudagraphs", "--flags=--no-cuda"], "needs a CUDA device"),
