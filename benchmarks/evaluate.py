@@ -16,6 +16,7 @@ requirements/requirements-video.txt.
 import contextlib
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -456,8 +457,14 @@ def evaluate(agent: Agent, policy: Callable, args: Args) -> list[dict]:
             episodes.append(about | play(agent.env, policy, seed, watch))
             if not math.isfinite(episodes[-1]["return"]):
                 fail(f"{agent.folder}: the return of an episode of {agent.env_id} is {episodes[-1]['return']}")
-    with open(agent.folder / "eval.jsonl", "a") as file:
-        file.write("".join(json.dumps(episode) + "\n" for episode in episodes))
+    path = agent.folder / "eval.jsonl"
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a") as file:
+            file.write("".join(json.dumps(episode) + "\n" for episode in episodes))
+    except OSError:
+        os.truncate(path, size)  # a line of which a full disk took a part would spoil the next one
+        raise
     return episodes
 
 
@@ -507,7 +514,9 @@ def export(policy: nn.Module, space: gym.spaces.Box, path: Path) -> None:
     program = torch.export.export(policy, (random_observations(space, 8),), dynamic_shapes=(batch,))
     beside = path.with_stem(f"{path.stem}.new")
     try:
-        torch.export.save(program, beside)
+        file = io.BytesIO()  # a full disk would abort the program that saves to it
+        torch.export.save(program, file)
+        beside.write_bytes(file.getvalue())
         loaded = torch.export.load(beside).module()
         for count in (1, 2, 100):
             observation = random_observations(space, count, seed=count)

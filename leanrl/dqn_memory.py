@@ -269,8 +269,14 @@ class Run(contextlib.AbstractContextManager):
                 fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
             time.sleep(1)  # another run began within this second
             return self.make_folder()
-        replace_file(folder / "config.json", vars(self.args) | self.about)
-        self.open_files(folder, "w")
+        try:
+            replace_file(folder / "config.json", vars(self.args) | self.about)
+            self.open_files(folder, "w")
+        except OSError as error:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
     def open_files(self, folder: Path, mode: str) -> None:
@@ -312,7 +318,11 @@ class Run(contextlib.AbstractContextManager):
             fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
         if self.global_step >= self.args.total_timesteps:
             fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")
-        replace_file(folder / "config.json", args | self.about | {"resume": None})
+        try:
+            (folder / "checkpoint.pt.new").unlink(missing_ok=True)  # of a run that was killed
+            replace_file(folder / "config.json", args | self.about | {"resume": None})
+        except OSError as error:
+            fail("resume", folder, f"must be a folder that can be written to ({error.strerror})")
         for file, end in zip(self.files, self.ends, strict=True):
             file.seek(end)
             file.truncate()
@@ -467,7 +477,8 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
     if args.save_replay:
         place, size = Path(args.resume or args.output_dir, "checkpoint.pt").absolute(), 2 * buffer.saved_nbytes
         free = shutil.disk_usage(next(folder for folder in place.parents if folder.exists())).free
-        free += place.stat().st_size if place.exists() else 0  # it lies there until the next one is whole
+        old = (place, place.with_name("checkpoint.pt.new"))  # which the next one replaces
+        free += sum(path.stat().st_size for path in old if path.exists())
         print(f"replay buffer in the checkpoint: up to {size / 1e6:.1f} MB", flush=True)
         if size > free:
             fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")

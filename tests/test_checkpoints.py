@@ -395,6 +395,35 @@ def test_the_last_lines_come_on_a_full_disk_too(launch, monkeypatch):
     assert run.out.splitlines()[-1].startswith("finished at step 300: ") and "no checkpoint at step 300" in run.err
 
 
+def no_room(path, content):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("script", ["dqn", "ppo_torchcompile"])
+def test_a_disk_that_is_full_from_the_beginning(monkeypatch, tmp_path, capsys, script):
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "replace_file", no_room)
+    with pytest.raises(SystemExit) as caught:
+        module.main(module.Args(env_id="CounterDiscrete-v0", output_dir=str(tmp_path / "runs"), cuda=False))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and "--output-dir" in line and line.endswith("(No space left on device)")
+    assert [*(tmp_path / "runs").iterdir()] == []
+
+
+def test_a_resume_on_a_full_disk_changes_nothing(small_run, tmp_path, monkeypatch, capsys):
+    folder = Path(shutil.copytree(small_run, tmp_path / "run"))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "checkpoint.pt.new").write_bytes(b"what a kill has left")
+    module, config = importlib.import_module("dqn"), json.loads((folder / "config.json").read_text())
+    monkeypatch.setattr(module, "replace_file", no_room)
+    with pytest.raises(SystemExit) as caught:
+        known = {field.name: config[field.name] for field in dataclasses.fields(module.Args)}
+        module.main(module.Args(**known | {"resume": str(folder)}))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and "--resume" in line and "No space left on device" in line
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_statistics_that_float32_cannot_hold_are_saved(launch):
     """Those of normalisation are float64's; the sums of squares of such observations pass 1e50."""
     run = launch("ppo_continuous_action", *small("ppo_continuous_action"), env_id="Far")
@@ -643,11 +672,16 @@ def test_replay_needs_free_disk(monkeypatch, tmp_path, capsys):
     assert caught.value.code == 2 and "--save-replay" in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
-def test_the_replay_that_a_resume_replaces_counts_as_room(launch, monkeypatch):
-    """There is room for one more checkpoint beside the one that is there, as there was when that one was written."""
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_the_replay_that_a_resume_replaces_counts_as_room(launch, monkeypatch, left):
+    """There is room for one more checkpoint beside the one that is there, as there was when that one was written.
+
+    So does a part of one that a kill has left.
+    """
     run = launch("dqn", *small("dqn"), "--save-replay", raises=SystemExit, stop_after=200)
     buffer = torch.load(run.folder / "checkpoint.pt", weights_only=True)["parts"]["buffer"]
     usage, size = shutil.disk_usage, sum(rows.nbytes for rows in buffer.values() if isinstance(rows, torch.Tensor))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1.2 * size))
+    (run.folder / "checkpoint.pt.new").write_bytes(bytes(int(left * size)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=(1.2 - left) * size))
     resume("dqn", run.folder)
     assert json.loads((run.folder / "summary.json").read_text())["global_step"] == 300

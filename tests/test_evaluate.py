@@ -1,7 +1,9 @@
 """benchmarks/evaluate.py: what it plays, that it acts as the agent does, what it writes and refuses."""
 
+import errno
 import functools
 import importlib
+import io
 import itertools
 import json
 import subprocess
@@ -180,6 +182,32 @@ def test_returns_are_the_environments_own(script, folder_of):
     assert {(line["env_id"], line["trained_on"]) for line in lines} == {(env_id, env_id)}
     step = json.loads((folder / "summary.json").read_text())["global_step"]
     assert {line["global_step"] for line in lines} == {step}
+
+
+def test_a_full_disk_leaves_whole_lines(folder_of, monkeypatch, capsys):
+    folder = folder_of(SAC)
+    run(folder, "--episodes", 2)
+    before = lines_of(folder)
+
+    class Full(io.StringIO):
+        def __init__(self, path, mode):
+            super().__init__()
+            self.path = path
+
+        def write(self, text):
+            with open(self.path, "a") as file:
+                file.write(text[: len(text) // 3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr(
+            evaluate, "open", lambda path, mode="r": (Full if mode == "a" else open)(path, mode), raising=False
+        )
+        run(folder, "--episodes", 3)
+    assert caught.value.code == 2 and "No space left on device" in capsys.readouterr().err
+    assert lines_of(folder) == before
+    run(folder, "--episodes", 2)
+    assert lines_of(folder) == 2 * before
 
 
 def test_seeds_decide_and_lines_are_added(folder_of, capsys):
