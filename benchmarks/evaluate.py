@@ -463,7 +463,8 @@ def evaluate(agent: Agent, policy: Callable, args: Args) -> list[dict]:
         with open(path, "a") as file:
             file.write("".join(json.dumps(episode) + "\n" for episode in episodes))
     except OSError:
-        os.truncate(path, size)  # a line of which a full disk took a part would spoil the next one
+        if path.exists():
+            os.truncate(path, size)  # a line of which a full disk took a part would spoil the next one
         raise
     return episodes
 

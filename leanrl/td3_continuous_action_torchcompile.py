@@ -143,8 +143,9 @@ def check_args(args: Args) -> None:
         for allowed, low, high in sum(ranges, ()):
             if value is not None and not (isinstance(value, int | float) and low <= value <= high):
                 fail(argument.name, value, allowed)
-    if getattr(args, "cudagraphs", False) and not (args.cuda and torch.cuda.is_available()):
-        fail("cudagraphs", True, "needs a CUDA device and --cuda")
+    for name in ("cudagraphs", "tf32"):
+        if getattr(args, name, False) and not (args.cuda and torch.cuda.is_available()):
+            fail(name, True, "needs a CUDA device and --cuda")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("track", True, "needs the wandb package: pip install wandb")
 

@@ -353,6 +353,13 @@ def test_cudagraphs_without_cuda(refused, monkeypatch, script):
     assert "--cudagraphs True: needs a CUDA device" in refused(script, "--cudagraphs")
 
 
+@pytest.mark.parametrize("script", [script for script in ALL if script.startswith(("sac", "td3"))])
+def test_tf32_without_cuda(refused, monkeypatch, script):
+    assert "--tf32 True: needs a CUDA device" in refused(script, "--tf32", "--no-cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--tf32 True: needs a CUDA device" in refused(script, "--tf32")
+
+
 @pytest.mark.parametrize("script", ALL)
 def test_a_resume_of_no_folder(refused, script):
     """As of a variable of the shell that is empty: it would begin a new run."""

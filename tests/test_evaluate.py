@@ -210,6 +210,20 @@ def test_a_full_disk_leaves_whole_lines(folder_of, monkeypatch, capsys):
     assert lines_of(folder) == 2 * before
 
 
+def test_a_folder_that_can_not_be_written_to_says_so(folder_of, monkeypatch, capsys):
+    folder = folder_of(SAC)
+
+    def refuse(path, mode="r"):
+        if mode == "a":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, mode)
+
+    monkeypatch.setattr(evaluate, "open", refuse, raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run(folder, "--episodes", 1)
+    assert caught.value.code == 2 and "Permission denied" in capsys.readouterr().err
+
+
 def test_seeds_decide_and_lines_are_added(folder_of, capsys):
     """The same seed, the same episodes for every run; the table has a line a run, and what training ended with."""
     folders = [folder_of(SAC), folder_of(CONTINUOUS_PPO)]

@@ -223,8 +223,15 @@ def test_a_captured_run_goes_on_with_what_was_loaded(launch, monkeypatch, script
 
 @pytest.mark.parametrize("script", [script for script in AGENTS if not script.startswith("dqn")])
 def test_a_captured_run_in_tf32(launch, script):
-    run = launch(script, *flags_of(script), "--compile", "--cudagraphs", "--tf32")
-    assert run.summary["status"] == "finished" and run.summary["updates"] == 200
+    """It has to be asked for, and is seen in a product of matrices."""
+    a, b = torch.randn(2, 256, 256, device="cuda")
+    try:
+        for flags, is_exact in ((["--tf32"], False), ([], True)):
+            run = launch(script, *flags_of(script), "--compile", "--cudagraphs", *flags)
+            assert run.summary["status"] == "finished" and run.summary["updates"] == 200
+            assert ((a @ b - a.double() @ b.double()).abs().max() < 1e-3) == is_exact
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False  # for the tests that follow in this process
 
 
 @pytest.mark.parametrize("script", ON_POLICY)

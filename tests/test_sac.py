@@ -206,8 +206,8 @@ def test_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class):
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
-def test_tf32_is_an_option(launch, script, agent_class):
-    agents.assert_tf32_is_an_option(launch, script)
+def test_tf32_is_an_option(launch, monkeypatch, script, agent_class):
+    agents.assert_tf32_is_an_option(launch, monkeypatch, script)
 
 
 @pytest.mark.parametrize("policy, target, kinds", [(2, 4, 3), (4, 2, 3), (3, 11, 4), (1, 3, 2), (2, 2, 2), (1, 1, 1)])

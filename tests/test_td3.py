@@ -176,8 +176,8 @@ def test_the_host_waits_for_transfers(launch, monkeypatch, script, agent_class):
 
 
 @pytest.mark.parametrize("script, agent_class", SCRIPTS)
-def test_tf32_is_an_option(launch, script, agent_class):
-    agents.assert_tf32_is_an_option(launch, script)
+def test_tf32_is_an_option(launch, monkeypatch, script, agent_class):
+    agents.assert_tf32_is_an_option(launch, monkeypatch, script)
 
 
 @pytest.mark.parametrize("end, matters", [(1.0, False), (0.0, True)])
