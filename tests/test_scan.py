@@ -172,7 +172,7 @@ def test_slow_calls_are_made_once(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory():
-    size = 10**7  # bytes of a tensor
+    size = 4 * 10**7  # bytes of a tensor: glibc asks the system for this many, and does not reuse what was freed
     outputs, seconds, peak = scan_arms.observe(lambda: [torch.ones(3, size // 4).sum(0).add_(1)], "cpu")
     assert 3.9 * size < peak < 5 * size and seconds > 0 and outputs[0][0] == 4
     kept = torch.ones(size)
