@@ -4,8 +4,9 @@
     python benchmarks/profile_run.py --script sac --variant compile+cudagraphs --output sac.json
 
 A thousand times a second the main thread is asked where it is, once the run has learned long enough for its fps to
-count. A sample says which line of `main` is at work, and which of the script's lines below it; C code that has begun in
-a line belongs to that line, and so does a wait for the GPU. Sampling takes time, too: fps is measured by speed.py.
+count. A sample says which line of `main` is at work, and which of the script's lines below it, and stands for the time
+since the one before, as C code is asked only at its end. C code that has begun in a line belongs to that line, and so
+does a wait for the GPU. Sampling takes time, too: fps is measured by speed.py.
 
 After the run each captured graph is replayed on its own: microseconds a replay when replays follow one another, and
 when the host waits for each; the number of its nodes, and those that take longest.
@@ -28,7 +29,7 @@ import tyro
 
 import speed
 
-PERIOD = 1e-3  # seconds between two samples
+PERIOD = 1e-3  # seconds between two samples, if no C code lasts longer
 REPLAYS = 200
 
 
@@ -51,10 +52,10 @@ class Args:
 
 
 class Sampler:
-    """Counts where the main thread is, in lines of one script."""
+    """Notes where the main thread is, in seconds by lines of one script."""
 
     def __init__(self, module: ModuleType, seconds: float):
-        self.module, self.left, self.run = module, round(seconds / PERIOD), None
+        self.module, self.left, self.run, self.samples, self.last = module, seconds, None, 0, time.perf_counter()
         self.main, self.inner = collections.Counter(), collections.Counter()
         sampler, original = self, module.Run
 
@@ -66,7 +67,9 @@ class Sampler:
         module.Run = NotedRun
 
     def sample(self, _number: int, frame: FrameType | None) -> None:
-        if self.run is None or self.run.window is None or self.left == 0:
+        now = time.perf_counter()
+        passed, self.last = now - self.last, now
+        if self.run is None or self.run.window is None or self.left < PERIOD:
             return
         inner = top = None
         while frame is not None:
@@ -76,16 +79,17 @@ class Sampler:
                 inner, top = inner or place, place if place[0] == "main" else top
             frame = frame.f_back
         if top is not None:
-            self.main[top] += 1
-            self.inner[inner] += 1
-            self.left -= 1
+            self.main[top] += passed
+            self.inner[inner] += passed
+            self.samples += 1
+            self.left -= passed
 
-    def lines(self, counts: collections.Counter) -> list[dict]:
+    def lines(self, seconds: collections.Counter) -> list[dict]:
         """The lines by their share of the time."""
-        code, total = Path(self.module.__file__).read_text().splitlines(), sum(counts.values())
+        code, total = Path(self.module.__file__).read_text().splitlines(), sum(seconds.values())
         return [
-            {"share": round(count / total, 4), "function": name, "line": number, "code": code[number - 1].strip()}
-            for (name, number), count in counts.most_common()
+            {"share": round(spent / total, 4), "function": name, "line": number, "code": code[number - 1].strip()}
+            for (name, number), spent in seconds.most_common()
         ]
 
 
@@ -183,7 +187,7 @@ def main(args: Args) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         (path,) = Path(folder).glob("*/summary.json")
         result["summary"] = json.loads(path.read_text())
-    result["samples"] = sum(sampler.main.values())
+    result["samples"] = sampler.samples
     if not result["samples"]:
         speed.fail(f"--steps {steps}: the run was over before a sample was taken")
     result |= {"main": sampler.lines(sampler.main), "inner": sampler.lines(sampler.inner)}

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ import torch
 from conftest import LEANRL
 
 PROGRAM = LEANRL.parent / "benchmarks/profile_run.py"
+sys.path.append(str(PROGRAM.parent))
+
+import profile_run  # noqa: E402
 
 
 def profile(*flags, status=0):
@@ -58,6 +63,32 @@ def test_what_is_written_and_printed(profiled):
     for name in ("main", "inner"):
         assert all(line["code"][:90] in printed for line in result[name][:6])
     assert str(LEANRL) not in json.dumps(result)
+
+
+def test_a_long_call_of_c_code_counts_as_long_as_it_lasts(monkeypatch):
+    """A signal that comes meanwhile waits for its end, and those that come after it are lost."""
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(profile_run, "time", clock)
+    code = "def main(sample):\n    sample(0.012)\n    sample(0.001)\n    sample(0.003)\n    sample(0.001)\n"
+    module = ModuleType("script")
+    module.Run, module.__file__ = SimpleNamespace, "script.py"
+    exec(code, vars(module))
+    monkeypatch.setattr(Path, "read_text", lambda _: code)
+    sampler = profile_run.Sampler(module, 0.0165)
+
+    def sample(passed):
+        clock.now += passed
+        sampler.sample(0, sys._getframe(1))
+
+    sample(5.0)  # before the run has learned: not counted
+    sampler.run = SimpleNamespace(window=(100, 1.0))
+    module.main(sample)  # the last comes when the seconds are over
+    assert sampler.samples == 3
+    assert [(line["line"], line["share"]) for line in sampler.lines(sampler.main)] == [
+        (2, 0.75),
+        (4, 0.1875),
+        (3, 0.0625),
+    ]
 
 
 @pytest.mark.parametrize(
