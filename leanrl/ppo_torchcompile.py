@@ -228,7 +228,7 @@ class Run(contextlib.AbstractContextManager):
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before, self.measured = self.updates, self.updates
+        self.updates_before = self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -346,10 +346,10 @@ class Run(contextlib.AbstractContextManager):
             self.learned_at = self.learned_at or step
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            # With rollouts it closes at an update, as what comes after the last of them is acting alone
-            self.measured = self.updates if hasattr(self.args, "num_steps") else math.inf
-        elif self.updates > self.measured:
-            self.closed, self.measured = (step, self.now()), self.updates
+            if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
+                self.closed, self.updates_measured = self.window, self.updates
+        elif self.closed and self.updates > self.updates_measured:
+            self.closed, self.updates_measured = (step, self.now()), self.updates
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -432,7 +432,7 @@ class Run(contextlib.AbstractContextManager):
             steps = self.global_step - self.first_step
             print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{fps} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{fps or 'unmeasured'} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
         print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -501,7 +501,7 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 
 class CategoricalActorCritic(nn.Module):
-    """Logits of the actions and the value of the state; [B, observation_dim] -> [B, actions], [B]."""
+    """Logits of the actions and the value of the state; [..., observation_dim] -> [..., actions], [...]."""
 
     def __init__(self, observation_dim: int, actions: int):
         super().__init__()
@@ -641,8 +641,8 @@ class CompiledPPOAgent(nn.Module):
 
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
-        if t == 0:  # bring the policy to the host (a CPU's is seen, not copied), and draw noise for all steps
-            layers = [layer.numpy().T for layer in self.module.split(self.network.cpu())]
+        if t == 0:  # bring the policy to the host and draw noise for all steps
+            layers = [layer.numpy().T for layer in self.module.split(self.network.to("cpu", copy=True))]
             layers = zip(layers[:6:2], layers[1:6:2], strict=True)  # the policy's; the critic's follow
             # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
             self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
@@ -733,12 +733,12 @@ def main(args: Args) -> None:
         steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:
             # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
-            # The filter keeps guards on arguments named …_due, all that a run changes. reset: of runs before this one
-            torch.compiler.reset()
+            # No guards: all that a run changes is in tensors
+            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
+            options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
-            options |= {"cpp.use_decompose_tanh": True}  # of exponentials, which vectorise: off by about 1e-7
+            options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
             logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
