@@ -1449,7 +1449,7 @@ def main(args: Args) -> None:
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(min(2, torch.get_num_threads()))  # a network this small is slower on more
+    torch.set_num_threads(min(2, torch.get_num_threads()))  # enough for a network this small
     envs = Environments(args)
     if not envs.is_discrete:
         fail("env_id", args.env_id, f"its actions must be Discrete, not {envs.action_space}")
