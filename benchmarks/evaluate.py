@@ -429,7 +429,9 @@ def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float]
     total, length, terminated, truncated = 0.0, 0, False, False
     watch(length, total)
     while not (terminated or truncated):
-        observation = np.asarray(observation, dtype)
+        observation = np.asarray(observation)
+        if np.can_cast(observation.dtype, dtype, "same_kind"):  # some return floats where their space says integers
+            observation = observation.astype(dtype)
         if not np.isfinite(observation).all():
             fail("an observation of the environment is not finite")
         with torch.no_grad():

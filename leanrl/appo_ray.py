@@ -183,6 +183,8 @@ def stored_args() -> Args:
         raise
     try:
         config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
+        if config.get("script", Path(__file__).stem) != Path(__file__).stem:
+            raise ValueError(f"it is of the script {config['script']}")
         args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
         for name, value in vars(args).items():
             kind = type(getattr(Args, name))
@@ -238,7 +240,8 @@ class Run(contextlib.AbstractContextManager):
         self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
-        self.about = {"device": str(device), "device_name": name, "threads": torch.get_num_threads()}
+        self.about = {"script": Path(__file__).stem, "device": str(device), "device_name": name}
+        self.about["threads"] = torch.get_num_threads()
         self.about["versions"] = versions = {"python": platform.python_version()}
         for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
             versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
@@ -435,12 +438,12 @@ class Run(contextlib.AbstractContextManager):
         fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {"script": Path(__file__).stem, "variant": "+".join(self.flags) or "eager"}
+        summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
         summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
         summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), **self.about, "peak_memory_bytes": peak}
+        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
@@ -487,6 +490,7 @@ def make_environments(args: Args) -> list[gym.Env]:
         import mujoco
 
         mujoco.set_mju_user_warning(lambda message: None)
+    sys.path.append(os.getcwd())  # for a `module:Id`
     try:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]

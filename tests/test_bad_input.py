@@ -118,6 +118,19 @@ def refused(tmp_path, monkeypatch, capsys):
     return refused
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, *MEMORY, *RAY])
+def test_a_module_in_the_current_folder_is_found(monkeypatch, tmp_path, script):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    register = "import gymnasium\ngymnasium.register('Here-v0', 'gymnasium.envs.classic_control:PendulumEnv')\n"
+    Path("in_this_folder.py").write_text(register)
+    module = importlib.import_module(script)
+    args = module.Args(env_id="in_this_folder:Here-v0", num_envs=2)
+    make = module.Environments if script in MEMORY else module.make_environments
+    monkeypatch.delitem(sys.modules, "in_this_folder", raising=False)
+    assert make(args)
+
+
 def test_every_number_is_in_the_table():
     numbers = {flag for script in ALL for flag, kind in flags_of(script).items() if kind in (int, float)}
     assert numbers == set(NUMBERS)

@@ -531,6 +531,15 @@ def test_a_file_is_missing(small_run, tmp_path, name, start):
     assert not (folder / name).exists()
 
 
+def test_another_scripts_run_is_refused_as_such(small_run, monkeypatch, capsys):
+    """Before its arguments are looked at, which may make no sense here."""
+    monkeypatch.setattr(sys, "argv", ["ppo.py", "--resume", str(small_run)])
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module("ppo").stored_args()
+    line = f"error: --resume {small_run}: must be the folder of a run (it is of the script dqn)\n"
+    assert caught.value.code == 2 and capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize("change", [{"gamma": "abc"}, {"seed": 1.5}, {"env_id": 5}, {"batch_size": None}], ids=str)
 def test_a_config_with_another_kind_of_value_is_refused(small_run, tmp_path, monkeypatch, capsys, change):
     dqn, folder = importlib.import_module("dqn"), Path(shutil.copytree(small_run, tmp_path / "run"))

@@ -250,6 +250,35 @@ def test_random_numbers_of_python_and_numpy_are_seeded_too(folder_of):
     assert one == other and plain != one
 
 
+@pytest.mark.parametrize(
+    ("space", "returned", "seen"),
+    [
+        ("uint8", "float32", "float32"),
+        ("int64", "float64", "float64"),
+        ("uint8", "uint8", "uint8"),
+        ("float32", "float64", "float32"),
+        ("float32", "int64", "float32"),
+    ],
+)
+def test_policy_sees_what_the_environment_returns(space, returned, seen):
+    """Floats where the space says integers stay what they are, as in training."""
+    first, last = (np.array(values).astype(returned) for values in ([0.25, 200], [0.75, 3]))
+    env = SimpleNamespace(
+        observation_space=gym.spaces.Box(0, 255, (2,), space),
+        reset=lambda seed: (first, {}),
+        step=lambda action: (last, 1.0, action == 1, False, {}),
+    )
+    observations, actions = [], iter([0, 1])
+
+    def policy(observation):
+        observations.append(observation[0].numpy())
+        return torch.tensor([next(actions)])
+
+    assert evaluate.play(env, policy, 0, lambda *_: None)["return"] == 2
+    for observation, expected in zip(observations, (first, last), strict=True):
+        assert observation.dtype == seen and np.array_equal(observation, expected)
+
+
 def test_another_variant_is_labelled(folder_of, capsys):
     folder = folder_of(SAC)
     run(folder, "--episodes", 3)

@@ -17,6 +17,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch.func import grad_and_value
 
+import dqn_memory
 import ppo_memory
 import ppo_memory_torchcompile
 import probes  # noqa: F401 - registers them
@@ -288,6 +289,25 @@ def test_vector_environments_of_one_seed_differ_by_run():
 
     assert len({cues(seed, step) for seed in (1, 2) for step in (0, 64)}) == 4
     assert cues(1, 64) == cues(1, 64)
+
+
+class Telling(Counter):
+    """Its infos are of another length after each step, and of another kind in each environment."""
+
+    def step(self, action):
+        *outcome, _ = super().step(action)
+        return *outcome, {"legal": np.zeros(self.steps), "who": "odd" if self.key % 2 else self.key}
+
+
+gym.register("Telling-v0", Telling, kwargs={"discrete": True})
+
+
+@pytest.mark.parametrize("module", [ppo_memory, dqn_memory])
+def test_infos_are_not_looked_at(module):
+    envs = module.Environments(module.Args(env_id="Telling-v0", num_envs=3))
+    assert isinstance(envs.envs, SyncVectorEnv)
+    for _ in range(30):
+        assert envs.step(np.zeros(3))["valid"].shape == (3,)
 
 
 # ---- What is refused ----

@@ -283,6 +283,16 @@ def test_ring_copies_what_it_is_given():
     assert batch["observation"][:, 0].tolist() == batch["action"][:, 0].tolist() == [0, 1, 2]
 
 
+def test_ring_of_observations_without_a_number():
+    ring = ReplayRing(args_of(20), fake_env(observation_dim=0), CPU)
+    for n in range(3):
+        ring.add(np.ones(0), np.ones(0), np.ones(2), n, False, False)
+        ring.upload()
+        ring.write()
+    batch = ring.gather(torch.arange(3))
+    assert batch["observation"].shape == (3, 0) and batch["reward"].tolist() == [0, 1, 2]
+
+
 def test_draws_are_uniform_and_reach_the_transitions_that_are_still_to_come():
     stream, ring = Stream(2, [(5, "terminated")]), ReplayRing(args_of(10, 2, 50_000), fake_env(), CPU, batches=2)
     assert ring.drawn.shape == (2, 50_000)

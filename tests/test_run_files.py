@@ -165,7 +165,7 @@ def test_config(three):
     args = vars(module.Args()) | given | {"env_id": run.config["env_id"], "cuda": False}
     args["output_dir"] = str(run.folder.parent)
     assert {name: run.config[name] for name in args} == args
-    about = {"device", "device_name", "threads", "versions"}
+    about = {"script", "device", "device_name", "threads", "versions"}
     assert set(run.config) - set(args) == about
     assert {name: run.config[name] for name in about} == {name: run.summary[name] for name in about}
     assert run.config["device"] == "cpu" and run.config["device_name"] and run.config["threads"] == 1
