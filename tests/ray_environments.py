@@ -1,7 +1,7 @@
 """Environments that go wrong in an actor's process and not in the learner's: `ray_environments:Dying-v0`.
 
-Each gives every process 300 steps to take before it does what its name says. The learner's process is the one whose
-number is in LEANRL_TEST_LEARNER.
+Each gives every process 314 steps to take before it does what its name says, in the middle of an episode. The
+learner's process is the one whose number is in LEANRL_TEST_LEARNER.
 """
 
 import os
@@ -12,11 +12,11 @@ import time
 import gymnasium as gym
 import numpy as np
 
-STEPS = 300  # of a process, before it goes wrong
+STEPS = 314  # of a process, before it goes wrong
 
 
 class Faulty(gym.Env):
-    """Episodes of ten steps with a reward of 1; `fault` is what happens after a process's 300th step."""
+    """Episodes of ten steps with a reward of 1; `fault` is what happens once a process has taken its steps."""
 
     steps = 0
 
