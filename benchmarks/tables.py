@@ -439,7 +439,9 @@ def ray_faults_table(results: Path) -> str:
         settings, ledger = result["settings"], result.get("ledger", {})
         note = f"One of {settings['num_actors']} actors of `{settings['script']}` on CartPole-v1 is killed every"
         note += f" {settings['interval']:g} s; medians of {len(result['runs'])} pairs of stretches of"
-        note += f" {settings['interval'] * settings['kills']:g} s. In the whole run {ledger.get('actor_restarts', 0)}"
+        shares = [run["share"] for run in result["runs"]]
+        note += f" {settings['interval'] * settings['kills']:g} s, whose shares are {min(shares):.0%} to"
+        note += f" {max(shares):.0%}. In the whole run {ledger.get('actor_restarts', 0)}"
         note += f" restarts and {ledger.get('fragments_lost', 0):,} of"
         note += f" {ledger.get('fragments_lost', 0) + ledger.get('fragments_delivered', 0):,} fragments lost."
         table = markdown(ray_faults.HEADER, ray_faults.rows_of(result), 0)
