@@ -1,6 +1,6 @@
 """Environments that go wrong in an actor's process and not in the learner's: `ray_environments:Dying-v0`.
 
-Each gives every process 314 steps to take before it does what its name says, in the middle of an episode. The
+Each gives every process 256 steps to take before it does what its name says, in the middle of an episode. The
 learner's process is the one whose number is in LEANRL_TEST_LEARNER.
 """
 
@@ -12,7 +12,7 @@ import time
 import gymnasium as gym
 import numpy as np
 
-STEPS = 314  # of a process, before it goes wrong
+STEPS = 256  # of a process, before it goes wrong: in a fragment that does not begin with an episode
 
 
 class Faulty(gym.Env):

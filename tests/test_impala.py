@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -550,7 +551,7 @@ def test_actors_of_rays_play(launch, cluster, taken, script, name):
     ],
 )
 def test_training_goes_on_when_actors_fail(launch, cluster, taken, name, cause):
-    """Each process takes 314 steps before it fails: more than two of them are needed."""
+    """Each process takes 256 steps before it fails: more than two of them are needed."""
     flags = fleet_flags("--total-timesteps", 900, "--actor-timeout", 2 if "hangs" in cause else 60)
     run = launch("impala_ray", *flags, env_id=f"ray_environments:{name}-v0")
     summary = check_ledger(run, taken)
@@ -638,6 +639,20 @@ def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch, lag, flag
         assert used == sorted(used), "no older weights are used again"
     assert 0 < len(run.err.splitlines()) <= summary["fragments_lost"], run.err
     assert {line["return"] for line in run.episodes} == {10.0}
+
+
+@pytest.mark.parametrize("script", ["impala_ray.py", "appo_ray_torchcompile.py"])
+def test_a_run_joins_a_cluster_and_leaves_it_running(start, cluster, tmp_path, script):
+    import ray
+
+    flags = ["--ray-address", cluster.address, "--num-actors", 2, "--total-timesteps", 3000, "--no-cuda"]
+    process = start(script, *flags, "--output-dir", tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and err == "", out + err
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json"))
+    assert summary["status"] == "finished" and summary["updates"] > 0 and summary["actor_restarts"] == 0
+    assert [node["Alive"] for node in ray.nodes()].count(True) == 2
+    assert not ray.util.list_named_actors(all_namespaces=True)
 
 
 def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster, taken, monkeypatch):
