@@ -95,7 +95,7 @@ PLAN = [
     {"script": TD3, "flags": "--compile", "env_id": "HalfCheetah-v4", "steps": 1_000_000, "seeds": [1, 2]},
     {"script": SAC, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1]},
     {"script": TD3, "flags": "--compile", "env_id": "Hopper-v4", "steps": 250_000, "seeds": [1, 2]},
-    {"script": TD3, "flags": "--compile", "env_id": "Hopper-v4", "steps": 1_000_000, "seeds": [1]},
+    {"script": TD3, "flags": "--compile", "env_id": "Hopper-v4", "steps": 1_000_000, "seeds": [1, 2]},
     *(  # what other memories learn, and elsewhere, is the plan of memory_learning.py
         {
             "script": script,

@@ -1,8 +1,10 @@
 """The linear recurrence and the cells over it: ppo_memory and dqn_memory."""
 
+import functools
+
 import pytest
 import torch
-from torch.func import vmap
+from torch.func import grad, grad_and_value, vmap
 
 import ppo_memory
 from ppo_memory import CELLS, linear_recurrence
@@ -105,6 +107,68 @@ def test_vmap():
     torch.testing.assert_close(each, by_loop(a, b, h0), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_vmap_and_gradients(dtype):
+    """Of gradients, and gradients of it."""
+    examples = [example(12, dtype) for _ in range(3)]
+    inputs = [torch.stack([x * (1 + i) / 3 for i, x in enumerate(each)]) for each in zip(*examples, strict=True)]
+
+    def loss(recurrence, inputs):
+        return recurrence(*inputs).abs().square().sum()
+
+    ours = vmap(grad(functools.partial(loss, linear_recurrence)))(inputs)
+    mine = grad(lambda inputs: loss(vmap(linear_recurrence), inputs))(inputs)
+    theirs = [grad(functools.partial(loss, by_loop))([x[i] for x in inputs]) for i in range(3)]
+    for our, own, their in zip(ours, mine, zip(*theirs, strict=True), strict=True):
+        torch.testing.assert_close(our, torch.stack(their), rtol=0, atol=1e-11)
+        torch.testing.assert_close(own, torch.stack(their), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("parts", "reverse"), [(1, False), (2, True)])
+def test_compiled_as_a_full_graph(parts, reverse):
+    """As the scripts compile it: a complex number is two real ones; inside a function that differentiates."""
+    a, b, h0 = example(33, size=6)
+    cotangent = torch.randn_like(b)
+
+    def loss(inputs):
+        states = linear_recurrence(*inputs, parts, reverse)
+        return (states * cotangent).sum(), states
+
+    torch.compiler.reset()
+    torch.compiler.allow_in_graph(linear_recurrence)
+    compiled = torch.compile(grad_and_value(loss, has_aux=True), fullgraph=True)
+    gradients, (value, states) = compiled((a, b, h0))
+    assert_same = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    if parts == 2:
+        a, b, h0 = (torch.complex(*x.chunk(2, -1)) for x in (a, b, h0))
+    inputs = [x.clone().requires_grad_() for x in (a, b, h0)]
+    expected = by_loop(inputs[0].flip(0), inputs[1].flip(0), inputs[2]).flip(0) if reverse else by_loop(*inputs)
+    if parts == 2:
+        expected = torch.cat([expected.real, expected.imag], -1)
+    known = torch.autograd.grad((expected * cotangent).sum(), inputs)
+    assert_same(states, expected)
+    assert_same(value, (expected * cotangent).sum())
+    for gradient, other in zip(gradients, known, strict=True):
+        assert_same(gradient, torch.cat([other.real, other.imag], -1) if parts == 2 else other)
+
+
+def test_memory_grows_as_the_number_of_steps():
+    def bytes_kept(steps):
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        a, b, h0 = (x.requires_grad_() for x in example(steps))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            states = linear_recurrence(a, b, h0)
+        assert states.requires_grad
+        return sum(kept.values())
+
+    assert 1.9 < bytes_kept(2000) / bytes_kept(1000) < 2.1
+
+
 def test_long_sequences_stay_accurate():
     a = torch.full((65_536, 1, 4), 0.99999, dtype=torch.float64)
     b, h0 = torch.randn(65_536, 1, 4, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)
@@ -112,6 +176,11 @@ def test_long_sequences_stay_accurate():
     torch.testing.assert_close(linear_recurrence(a, b, h0), expected, rtol=1e-10, atol=1e-10)
     single = linear_recurrence(a.float(), b.float(), h0.float())
     assert (single - expected).abs().max() < 1e-3 * expected.abs().max()
+    turning = [(a * torch.exp(torch.tensor(0.3j))).requires_grad_(), b + 0j, h0 + 0j]
+    expected, states = by_loop(*turning), linear_recurrence(*turning)
+    torch.testing.assert_close(states, expected, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(h.abs().square().mean(), turning[0])[0] for h in (states, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
 
 
 # ---- Cells ----
@@ -136,34 +205,48 @@ def test_forward_is_repeated_step(name, steps):
 
 @pytest.mark.parametrize("name", CELLS)
 def test_gradients_are_those_of_the_loop(name):
+    """Of the outputs and of the state afterwards."""
     cell, x, state, reset = cell_and_inputs(name, 31)
     x.requires_grad_()
     inputs = [x, *cell.parameters()] + ([state.requires_grad_()] if state.numel() else [])
-    outputs, _ = cell(x, state, reset)
-    cotangent = torch.randn_like(outputs)
-    ours = torch.autograd.grad(outputs, inputs, cotangent, allow_unused=True)
+    outputs, last = cell(x, state, reset)
+    cotangent, of_last = torch.randn_like(outputs), torch.randn_like(last)
+
+    def gradients(outputs, last):
+        total = (outputs * cotangent).sum() + (last * of_last).sum()
+        return torch.autograd.grad(total, inputs, allow_unused=True)
+
+    ours = gradients(outputs, last)
     steps = []
     for t in range(len(x)):
         output, state = cell.step(x[t], state, reset[t])
         steps.append(output)
-    theirs = torch.autograd.grad(torch.stack(steps), inputs, cotangent, allow_unused=True)
+    theirs = gradients(torch.stack(steps), state)
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_episodes_do_not_touch(name):
-    """Another first episode: the second's outputs are the same bits, and its gradient to the first is exactly 0."""
+def test_an_episode_touches_no_other(name):
+    """Nor another environment: whichever is changed, the others' outputs are the same bits; gradients to them are 0."""
     cell, x, state, _ = cell_and_inputs(name, 40)
-    reset = torch.zeros(40, 4, dtype=torch.float64)
-    reset[17] = 1
-    other = x.clone()
-    other[:17] += 1
-    outputs, others = cell(x, state, reset)[0], cell(other, 2 * state, reset)[0]
-    assert torch.equal(outputs[17:], others[17:])
-    x.requires_grad_()
-    (gradient,) = torch.autograd.grad(cell(x, state, reset)[0][17:].sum(), x)
-    assert not gradient[:17].any() and gradient[17:].any()
+    begins, reset = [[0, 9, 30], [0, 17], [0, 1, 2, 39], [0]], torch.zeros(40, 4, dtype=torch.float64)
+    for env, firsts in enumerate(begins):
+        reset[firsts[1:], env] = 1
+    inputs = [x.requires_grad_()] + ([state.requires_grad_()] if state.numel() else [])
+    outputs, _ = cell(x, state, reset)
+    weighted = outputs * torch.randn_like(outputs)
+    for env, firsts in enumerate(begins):
+        for first, end in zip(firsts, [*firsts[1:], 40], strict=True):
+            own = torch.zeros(40, 4, dtype=torch.bool)
+            own[first:end, env] = True
+            others, _ = cell(torch.where(own[..., None], x + 1, x), state, reset)
+            assert torch.equal(outputs[~own], others[~own]) and not torch.equal(outputs[own], others[own])
+            gradient, *of_state = torch.autograd.grad(weighted[own].sum(), inputs, retain_graph=True)
+            assert not gradient[~own].any() and gradient[own].any()
+            for of_first in of_state:
+                rows = of_first.flatten(1).any(1)
+                assert rows.tolist() == [row == env and first == 0 for row in range(4)]
 
 
 @pytest.mark.parametrize("name", CELLS)
