@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import gymnasium as gym
 import pytest
 import torch
 import tyro
@@ -128,6 +129,7 @@ def test_a_module_in_the_current_folder_is_found(monkeypatch, tmp_path, script):
     args = module.Args(env_id="in_this_folder:Here-v0", num_envs=2)
     make = module.Environments if script in MEMORY else module.make_environments
     monkeypatch.delitem(sys.modules, "in_this_folder", raising=False)
+    monkeypatch.delitem(gym.registry, "Here-v0", raising=False)
     assert make(args)
 
 
