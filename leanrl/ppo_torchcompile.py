@@ -645,7 +645,7 @@ class CompiledPPOAgent(nn.Module):
 
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
-        if t == 0:  # bring the policy to the host and draw noise for all steps
+        if t == 0:  # bring a copy of the policy to the host, and draw noise for all steps
             layers = [layer.numpy().T for layer in self.module.split(self.network.to("cpu", copy=True))]
             layers = zip(layers[:6:2], layers[1:6:2], strict=True)  # the policy's; the critic's follow
             # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting

@@ -393,3 +393,20 @@ def test_probe(monkeypatch, tmp_path, script, probe):
         assert known(1)[0] == pytest.approx(2, abs=0.35)
     elif probe == "BothReward":
         assert known(1)[0] > 0.9 and known(-1)[0] < 0.1
+
+
+@pytest.mark.parametrize("script", ["ppo_torchcompile", "ppo_continuous_action_torchcompile"])
+def test_a_rollout_is_acted_with_one_policy(script):
+    """Whatever is learned in the middle of it, on a CPU as on a GPU."""
+    module, kind = importlib.import_module(script), "CartPole-v1" if script.startswith("ppo_torch") else "Pendulum-v1"
+    env, actions = gym.make(kind), []
+    for learns in (False, True):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        agent = getattr(module, CLASSES[script])(module.Args(num_envs=2), env, CPU)
+        observation = np.full((2, env.observation_space.shape[0]), 0.1, np.float32)
+        agent.act(0, observation)
+        if learns:
+            agent.network.add_(torch.randn_like(agent.network))
+        actions.append([np.copy(agent.act(t, observation)) for t in range(1, 20)])
+    assert np.array_equal(*actions)
