@@ -131,7 +131,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 8
+CHECKPOINT_FORMAT = 9
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -675,7 +675,8 @@ class Actor:
         except SystemExit:  # which Ray would answer with another process, and another
             if not args.num_actors:
                 raise
-            raise RuntimeError(" ".join(said.getvalue().split()) or "the environments end the process") from None
+            said = " ".join(said.getvalue().split()).removeprefix("error: ")
+            raise RuntimeError(said or "the environments end the process") from None
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             act(self.network, self.envs.observation, np.random.default_rng())
@@ -725,6 +726,19 @@ def handling(handler: Callable) -> Iterable[None]:
             signal.signal(number, old)
 
 
+def end_ray_processes(folder: str) -> None:
+    """On Linux, kills Ray's processes that write to this session's folder: Ray's agents live for long without its head.
+
+    What an environment has started is left alone.
+    """
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ray = re.match(rb"ray::|.*(raylet|gcs_server|/ray/)", path.joinpath("cmdline").read_bytes())
+            files = [os.readlink(file) for file in path.glob("fd/*") if is_ray and int(path.name) != os.getpid()]
+            if any(file.startswith(folder + os.sep) for file in files):
+                os.kill(int(path.name), signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def ray_session(args: Args) -> Iterable[None]:
     """Starts Ray on this machine, or joins the cluster of --ray-address; leaves no process and no memory behind."""
@@ -748,6 +762,7 @@ def ray_session(args: Args) -> Iterable[None]:
         except (OSError, OverflowError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
+    folder = None  # where the processes that are started here write
     held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
     options = {"address": args.ray_address or "local"}
@@ -757,7 +772,9 @@ def ray_session(args: Args) -> Iterable[None]:
         try:  # Ray sets handlers of its own
             with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):
                 if is_own:
-                    ray.init(**options, log_to_driver=False, logging_level="error", configure_logging=False)
+                    options |= {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+                    session = ray.init(**options).address_info
+                    folder = None if args.ray_address else session["session_dir"]
         except Exception as error:  # on a machine that is too busy Ray raises just that
             if not held:
                 flag = "ray_address" if args.ray_address else "num_actors"
@@ -770,6 +787,8 @@ def ray_session(args: Args) -> Iterable[None]:
             ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
             if is_own:
                 ray.shutdown()
+            if folder is not None:
+                end_ray_processes(folder)
 
 
 @dataclass
@@ -788,6 +807,41 @@ class Seat:
     retry_at: float = 0.0  # when to go on with it
 
 
+@dataclass
+class Ledger:
+    """What has become of the fragments in all of a run, stretches before --resume included: checkpoints keep it."""
+
+    delivered: int = 0
+    lost: int = 0
+    consumed: int = 0
+    restarts: int = 0
+    lag_min: int | None = None
+    lag_max: int | None = None
+    lag_sum: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def state_dict(self) -> dict[str, float | None]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        vars(self).update(state)
+
+    def deliver(self, lag: int, size: int) -> None:
+        """Enters a fragment of `size` bytes."""
+        self.delivered, self.lag_sum, self.bytes = self.delivered + 1, self.lag_sum + lag, self.bytes + size
+        self.lag_min = lag if self.lag_min is None else min(lag, self.lag_min)
+        self.lag_max = lag if self.lag_max is None else max(lag, self.lag_max)
+
+    def summary(self) -> dict[str, float | None]:
+        """For summary.json; bytes are of fragments."""
+        lag_mean = round(self.lag_sum / self.delivered, 4) if self.delivered else None
+        lags = {"lag_min": self.lag_min, "lag_mean": lag_mean, "lag_max": self.lag_max}
+        counts = {f"fragments_{name}": getattr(self, name) for name in ("delivered", "lost", "consumed")}
+        rate = round(self.bytes / self.seconds) if self.seconds else 0
+        return lags | counts | {"actor_restarts": self.restarts, "bytes_per_second": rate}
+
+
 class Fleet:
     """The actors and the ledger of their fragments: each delivered is learned from once, each lost is counted.
 
@@ -797,13 +851,13 @@ class Fleet:
     does `take` raise RunError. Without Ray the one actor is called here, and its errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
-    about (2 A - 1) / --batch-fragments. All counts are of this process: a resumed run's begin at 0.
+    about (2 A - 1) / --batch-fragments.
     """
 
-    def __init__(self, args: Args, run: Run, make_envs: Callable, build: Callable, act: Callable):
-        self.args, self.run, self.recipe = args, run, (args, make_envs, build, act)
+    def __init__(self, args: Args, run: Run, ledger: Ledger, make_envs: Callable, build: Callable, act: Callable):
+        self.args, self.run, self.ledger, self.recipe = args, run, ledger, (args, make_envs, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
-        self.lags, self.lost, self.consumed, self.restarts, self.bytes = [], 0, 0, 0, 0  # lags: of all delivered
+        self.lags = collections.deque(maxlen=args.batch_fragments)  # of the newest fragments
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
@@ -811,13 +865,17 @@ class Fleet:
         self.head_failures = 0  # in a row
 
     def __enter__(self):
-        self.looked_at = self.started = time.monotonic()
+        self.looked_at = self.published_at = time.monotonic()
         if self.args.num_actors:
             import ray
 
-            self.ray = ray
-            host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+            self.ray, here = ray, ray.get_runtime_context()
+            host, port = here.gcs_address.rsplit(":", 1)
             self.head = (host.strip("[]"), port)
+            socket_name = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == here.get_node_id())
+            self.raylet = socket.socket(socket.AF_UNIX)
+            self.raylet.connect(socket_name)
+            self.raylet.setblocking(False)
             # Ray restarts a process that has died but repeats no call (max_task_retries=0): steps can't be taken back
             self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
         else:
@@ -825,13 +883,9 @@ class Fleet:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        seconds = time.monotonic() - self.started
-        self.lost += sum(self.orphans.values())
-        lags = self.lags and (min(self.lags), round(float(np.mean(self.lags)), 4), max(self.lags))
-        counts = dict(zip(("lag_min", "lag_mean", "lag_max"), lags or (None, None, None)))
-        counts |= {"fragments_delivered": len(self.lags), "fragments_lost": self.lost}
-        counts |= {"fragments_consumed": self.consumed, "actor_restarts": self.restarts}
-        self.run.about |= counts | {"bytes_per_second": round(self.bytes / seconds)}  # of fragments; for the summary
+        self.ledger.lost += sum(self.orphans.values())
+        self.ledger.seconds += time.monotonic() - self.published_at
+        self.run.about |= self.ledger.summary()
         if not self.seats:
             self.actor.envs.close()
         self.published.clear()
@@ -846,16 +900,19 @@ class Fleet:
 
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
-        if self.version < 0:
-            self.started = time.monotonic()  # what is compiled has been compiled
-        self.version, self.consumed = self.version + 1, len(self.lags)
+        now = time.monotonic()
+        self.ledger.seconds += now - self.published_at if self.version >= 0 else 0  # what is compiled has been compiled
+        self.published_at, self.version, self.ledger.consumed = now, self.version + 1, self.ledger.delivered
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))
 
     def put(self, arrays: list[np.ndarray]):
         """What actors are given to fetch the arrays by; raises RunError if there is no room for them."""
+        if not self.seats:
+            return arrays
+        self.check_raylet()
         try:
-            return self.ray.put(arrays) if self.seats else arrays
+            return self.ray.put(arrays)
         except self.ray.exceptions.RayError as error:
             raise RunError(f"the weights can't be sent: {reason_of(error)}") from None
 
@@ -866,7 +923,7 @@ class Fleet:
         if self.is_late(fragment):
             raise RuntimeError(f"fragment {sequence} of actor {number} was delivered twice")
         self.sequences[number, incarnation] = sequence
-        self.bytes += sum(array.nbytes for array in fragment.values())
+        self.ledger.deliver(self.version - version, sum(array.nbytes for array in fragment.values()))
         self.lags.append(self.version - version)
         run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
         run.returns.update(zip(env_ids, fragment["return_before"].tolist()))
@@ -894,20 +951,21 @@ class Fleet:
                 time.sleep(0.05)
             if self.run.stop is not None:
                 raise KeyboardInterrupt
+            self.check_raylet()
             for reference in done:
                 seat = waiting.get(reference)
                 _, is_fragment, weights = seat.calls.pop(0) if seat else (None, self.orphans.pop(reference), None)
                 try:
                     answer = self.ray.get(reference)
                 except self.ray.exceptions.RayError as error:
-                    self.lost += is_fragment
+                    self.ledger.lost += is_fragment
                     if seat:
                         self.mend(seat, error, weights)
                     continue
                 if seat:
                     self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
                 if is_fragment and not seat and self.is_late(answer):
-                    self.lost += 1
+                    self.ledger.lost += 1
                 elif is_fragment:
                     return answer
             if self.clock - self.heard_at > self.args.actor_timeout + PATIENCE:
@@ -926,6 +984,16 @@ class Fleet:
             if self.head_failures == 5:
                 raise RunError(f"the head of the Ray cluster is lost ({error})") from None
 
+    def check_raylet(self) -> None:
+        """Raises RunError if Ray's process on this machine has died: the next use of its memory would end this one."""
+        try:
+            self.raylet.recv(1)  # nothing is ever sent
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        raise RunError("Ray's own process on this machine, the raylet, has died")
+
     def is_late(self, fragment: Mapping[str, np.ndarray]) -> bool:
         """Whether a later fragment of the same life of the actor has been taken already."""
         number, incarnation, sequence, _ = fragment["stamp"].tolist()
@@ -933,7 +1001,7 @@ class Fleet:
 
     def hear(self, seat: Seat, incarnation: int) -> None:
         """Notes that an actor has answered, in which of its lives."""
-        self.restarts += seat.incarnation not in (None, incarnation)
+        self.ledger.restarts += seat.incarnation not in (None, incarnation)
         seat.incarnation, seat.heard_at, self.heard_at = incarnation, self.clock, self.clock
         seat.failures = 0 if seat.is_ready else seat.failures  # if it was, this is a fragment
         seat.is_ready = True
@@ -990,7 +1058,7 @@ class Fleet:
         self.note(seat, cause)
         self.ray.kill(seat.actor)
         self.abandon_calls(seat)
-        self.restarts += 1
+        self.ledger.restarts += 1
         seat.actor = seat.incarnation = None
         self.count_failure(seat, True, delay=0.2 * 2 ** min(seat.failures, 5))
 
@@ -1113,7 +1181,7 @@ class IMPALAAgent(nn.Module):
 
     def __init__(self, args: Args, shape: tuple[int, ...], actions: int, device: torch.device):
         super().__init__()
-        self.args, self.device = args, device
+        self.args, self.device, self.ledger = args, device, Ledger()
         self.batch = Batch(args, shape, (), device)
         self.network = make_network(shape, actions).to(device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
@@ -1206,7 +1274,7 @@ def main(args: Args) -> None:
 
     make_envs = AtariEnvironments if len(shape) == 3 else GymEnvironments
     recipe = (make_envs, functools.partial(make_network, shape, actions), act_discrete)
-    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, *recipe) as fleet:
+    with ray_session(args), Run(args, device, agent) as run, Fleet(args, run, agent.ledger, *recipe) as fleet:
         fleet.publish(agent.weights())
         learning_rate = args.learning_rate
         while run.global_step < args.total_timesteps:
@@ -1216,7 +1284,7 @@ def main(args: Args) -> None:
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
             for i in range(args.batch_fragments):
                 agent.batch.fill(i, fleet.take())
-            lag = float(np.mean(fleet.lags[-args.batch_fragments :]))
+            lag = float(np.mean(fleet.lags))
 
             # Learn
             agent.batch.upload()

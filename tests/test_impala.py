@@ -433,7 +433,7 @@ def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
 @each_script
 def test_resume_goes_on(launch, monkeypatch, script):
     """With the weights and the optimiser of the checkpoint, in new episodes, with other random numbers; on another
-    cluster, too."""
+    cluster, too. The summary counts what was before, too."""
     run = launch(script, *small())
     module, numbers = importlib.import_module(script), []
     begin = module.Actor.__init__
@@ -449,6 +449,11 @@ def test_resume_goes_on(launch, monkeypatch, script):
     again = read_run(run.folder.parent)
     assert again.summary["resumed_at"] == [run.summary["global_step"]] and again.summary["global_step"] >= 400
     assert len(numbers) == len({*numbers}) == 2 and again.config["actor_timeout"] == 30
+    for summary in (run.summary, again.summary):
+        fragments = summary["updates"] * config["batch_fragments"]
+        assert summary["fragments_delivered"] == summary["fragments_consumed"] == fragments
+        assert summary["lag_min"] == summary["lag_mean"] == summary["lag_max"] == 0 < summary["bytes_per_second"]
+    assert again.summary["updates"] > run.summary["updates"]
 
 
 # ---- Runs with Ray ----
@@ -739,9 +744,9 @@ def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(st
     assert list(tmp_path.iterdir()) == []
 
 
-def start_endless(start, folder):
+def start_endless(start, folder, *more):
     """A run of millions of steps with an actor, in a session of its own."""
-    flags = ["--num-actors", 1, "--no-cuda", "--output-dir", folder, "--total-timesteps", 10**7]
+    flags = ["--num-actors", 1, "--no-cuda", "--output-dir", folder, "--total-timesteps", 10**7, *more]
     return start("impala_ray.py", *flags, start_new_session=True)
 
 
@@ -771,19 +776,29 @@ def test_nothing_is_left_behind_by_a_run_that_is_interrupted_time_and_again(star
         time.sleep(0.1)
 
 
-def test_a_lost_head_ends_the_run_with_a_checkpoint(start, tmp_path):
-    """Ray would end the learner from within, a minute after the server of the cluster's head was gone."""
-    process = start_endless(start, tmp_path)
+@pytest.mark.parametrize(
+    ("process_name", "line"),
+    [
+        ("gcs_server", r"error: the head of the Ray cluster is lost \(.+\)"),
+        ("raylet/raylet", "error: Ray's own process on this machine, the raylet, has died"),
+    ],
+    ids=["head", "raylet"],
+)
+def test_a_process_of_ray_s_that_dies_ends_the_run_with_a_checkpoint(start, tmp_path, process_name, line):
+    """Ray would end the learner from within: a minute after the server of the cluster's head was gone, or at the next
+    use of the raylet's memory, and does so if it dies during one (which is rare here, with long fragments). Its agents,
+    which would live on, are ended, too."""
+    process = start_endless(start, tmp_path, "--fragment-length", 2048)
     wait_for_lines(process, tmp_path, 1)
     names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
-    (server,) = [pid for pid, name in names.items() if "gcs_server" in name]
+    (server,) = [pid for pid, name in names.items() if process_name in name.partition("\0")[0]]
     os.kill(server, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
-    for pid in processes_of(process.pid):  # Ray's agents, which no one else ends then
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
     assert process.returncode == 1 and "Traceback" not in err, err
-    assert err.splitlines()[-1].startswith("error: the head of the Ray cluster is lost ("), err
+    assert re.fullmatch(line, err.splitlines()[-1]), err
+    time.sleep(1)
+    left = [Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in processes_of(process.pid)]
+    assert not any(left), left  # of those that are only to be waited for the line is empty
     run = read_run(tmp_path)
     assert run.summary["status"] == "failed" and run.summary["global_step"] > 0
     checkpoint = torch.load(run.folder / "checkpoint.pt", weights_only=True)
