@@ -3,6 +3,8 @@
     python benchmarks/scan.py                         64 to 65,536 steps; some 15 minutes on 2 cores
     python benchmarks/scan.py --quick                 two lengths, in about 2 minutes
     python benchmarks/scan.py --models recurrence lru --lengths 4096
+    python benchmarks/scan.py --forms eager           the scan in each of its forms, or --forms compiled
+    python benchmarks/scan.py --claims                what is to stand beside figures that others have published
     python benchmarks/scan.py --result RESULT.json --plot scan.png   draws what was measured before
 
 The bare recurrence h[t] = a[t] · h[t-1] + b[t] and whole cells, projections included, as leanrl/ppo_memory.py has them;
@@ -26,6 +28,7 @@ native, padded               the same, on episodes split at resets and padded to
 native between resets        what leanrl/ppo_memory.py does with GRU and LSTM where resets are few
 compiled operator            what leanrl/ppo_memory_torchcompile.py does with them: the loop as an operator
 scan, compiled scan          what the scripts do with linear recurrences
+scan, FORM                   with --forms: the same as a loop, in chunks of 4, 8, 16 or 32 rows, by doubling
 JAX scan                     jax.lax.associative_scan, jitted with its derivative
 
 JAX is optional (requirements/requirements-jax.txt). Torch has --threads; on Linux the process may use as many cores, by
@@ -61,23 +64,38 @@ from speed import (
     terminate_like_interrupt,
 )
 
-Name = Literal["recurrence", "lru", "mingru", "gru", "lstm", "vmap"]
-LINEAR, GATED, SNIPPET = ("recurrence", "lru", "mingru"), ("gru", "lstm"), ("vmap, shared", "vmap, stacked")
-TITLES = {"recurrence": "recurrence", "lru": "LRU", "mingru": "minGRU", "gru": "GRU", "lstm": "LSTM"}
-TITLES |= {"vmap, shared": "one GRU", "vmap, stacked": "three GRUs"}
+Name = Literal["recurrence", "lru", "mingru", "s5", "ffm", "gru", "lstm", "vmap"]
+LINEAR, GATED = ("recurrence", "lru", "mingru", "s5", "ffm"), ("gru", "lstm")
+SNIPPET = ("vmap, shared", "vmap, stacked")
+TITLES = {"recurrence": "recurrence", "lru": "LRU", "mingru": "minGRU", "s5": "S5", "ffm": "FFM"}
+TITLES |= {"gru": "GRU", "lstm": "LSTM", "vmap, shared": "one GRU", "vmap, stacked": "three GRUs"}
 PASSES = ("forward", "forward+backward")
 ARMS = (
     *("eager loop", "eager loop, recurrence only", "compiled loop", "captured loop"),
     *("native", "native, padded", "native between resets", "compiled operator"),
     *("scan", "compiled scan", "captured scan", "JAX scan"),
 )
+FORMS = ("loop", "chunks of 4", "chunks of 8", "chunks of 16", "chunks of 32", "doubling")
+FORM_ARMS = {
+    kind: tuple(f"{arm}{form}" for form in ("", *(f", {form}" for form in FORMS)))
+    for kind, arm in (("eager", "scan"), ("compiled", "compiled scan"))
+}
 PUBLISHED = {"eager loop": 5.48e-3, "compiled loop": 0.86e-3}  # seconds in TorchRL's issue 2325, on an H100
+CLAIMS = (  # what is published, how many times as long it takes; at which T what of ours, as what: eager, compiled
+    ("an RNN as S5, in RL (Lu et al. 2023)", "over 5", 512, "gru", "s5"),
+    ("an RNN as FFM, in training (Morad et al. 2023)", "some 100", 512, "gru", "ffm"),
+    ("GRU as minGRU, T = 512 (Feng et al. 2024)", "175", 512, "gru", "mingru"),
+    ("GAE in a loop as in a scan (Morad et al. 2024)", "some 1,000", 512, "recurrence", "recurrence"),
+    ("GRU with resets as with padding, T = 64, B = 128 (TorchRL)", "4.21; compiled 1.11", 64, "gru", "padded"),
+)
 PARTS = {  # tables, by the names that they have in the README
     "scan": "forward and backward",
     "scan_forward": "forward",
     "scan_ratios": "how many times faster the LRU's scan is, forward and backward",
     "scan_resets": "forward and backward, by resets",
     "scan_costs": "compilation and peak memory, forward and backward",
+    "scan_claims": "what is published, and ours",
+    "scan_forms": "forms of the scan, forward and backward",
     "scan_snippet": "TorchRL's issue 2325: V = 3, B = 4, 32 → 200, T = 10",
 }
 COLOURS = {
@@ -97,7 +115,7 @@ COLOURS = {
 @dataclass
 class Args:
     models: tuple[Name, ...] = ("recurrence", "lru", "mingru", "gru", "lstm", "vmap")
-    """what to measure; vmap is the snippet of the issue, which has its own size"""
+    """what to measure, S5 and FFM only if named; vmap is the snippet of the issue, which has its own size"""
     lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)
     """steps T"""
     batch_size: int = 4
@@ -122,6 +140,10 @@ class Args:
     """measure on the CPU also where there is a CUDA device"""
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """a short version: two lengths, three models, 1 % of resets, forward with backward only, no compiled loop"""
+    forms: Literal["eager", "compiled"] | None = None
+    """the scan in each of its forms, with 1 % of resets, forward with backward only"""
+    claims: tyro.conf.FlagCreatePairsOff[bool] = False
+    """what is to stand beside published figures: T of 64 and 512, B = 128 and B · T = 2,048, 1 % of resets"""
     timeout: float = 1200.0
     """seconds after which a process is stopped and counts as failed"""
     output: Path | None = None
@@ -289,6 +311,39 @@ def ratio_table(lines: Sequence[Mapping]) -> Table | None:
     return (["T", "B", "LRU", *(f"× {title}" for title in slower)], rows) if rows else None
 
 
+def form_table(lines: Sequence[Mapping]) -> Table | None:
+    """Milliseconds of the scan in each form, forward and backward, beside that of what the scripts choose."""
+    own = [line for line in lines if line.get("pass") == PASSES[1] and line["resets"] == main_share(lines)]
+    arms = [arm for arm in ("scan", "compiled scan") if any((line["arm"] or "").startswith(f"{arm}, ") for line in own)]
+    if not arms:
+        return None
+    rows = []
+    for model, length, batch in sizes_of(own, LINEAR):
+        by_arm = {line["arm"]: line for line in find(own, model=model, length=length, batch=batch)}
+        names = [arms[0], *(f"{arms[0]}, {form}" for form in FORMS)]
+        rows.append([TITLES[model], f"{length:,}", f"{batch:,}", *(cell_of(by_arm.get(name)) for name in names)])
+    return ["model", "T", "B", f"{arms[0]}, as chosen, ms", *(f"{form}, ms" for form in FORMS)], rows
+
+
+def claim_table(lines: Sequence[Mapping]) -> Table | None:
+    """What others have published, each on hardware and at sizes of its own, beside ratios of ours, if all are there."""
+    own = find(lines, status="finished", resets=main_share(lines), **{"pass": PASSES[1]})
+    seconds = {(line["model"], line["length"], line["batch"], line["arm"]): line["seconds"] for line in own}
+    if not {"gru", "s5", "ffm"} <= {model for model, *_ in seconds}:
+        return None
+    rows = []
+    for claim, published, length, slower, faster in CLAIMS:
+        for batch in sorted({key[2] for key in seconds if key[1] == length}, reverse=True):
+            ratios = []
+            loops = ("eager loop", "compiled operator" if slower == "gru" else "eager loop")
+            for loop, scan in zip(loops, ("scan", "compiled scan"), strict=True):
+                other = ("gru", "native, padded") if faster == "padded" else (faster, scan)
+                pair = [seconds.get((model, length, batch, arm)) for model, arm in ((slower, loop), other)]
+                ratios.append("n/a" if None in pair else digits(pair[0] / pair[1]))
+            rows.append([claim, published, f"{length:,}", f"{batch:,}", *ratios])
+    return (["takes … times as long", "published", "T", "B", "ours, eager", "ours, compiled"], rows)
+
+
 def snippet_table(lines: Sequence[Mapping]) -> Table | None:
     """The snippet of the issue, with what was published of it."""
     own = [line for line in lines if line["model"] in SNIPPET and line["arm"]]
@@ -313,7 +368,8 @@ def tables_of(result: Mapping, part: str) -> list[Table]:
     elif part == "scan_costs":
         tables = [cost_table(lines, LINEAR), cost_table(lines, GATED)]
     else:
-        tables = [{"scan_ratios": ratio_table, "scan_resets": reset_table, "scan_snippet": snippet_table}[part](lines)]
+        by_part = {"scan_ratios": ratio_table, "scan_resets": reset_table, "scan_snippet": snippet_table}
+        tables = [(by_part | {"scan_forms": form_table, "scan_claims": claim_table})[part](lines)]
     return [table for table in tables if table]
 
 
@@ -484,12 +540,22 @@ def main(args: Args) -> None:
         result = read_result("--result", args.result, "scan")
         print_result(result)
     else:
-        if args.quick:
+        short = {}
+        if args.forms:
+            short = {"models": ("recurrence", "lru"), "lengths": (64, 256, 1024, 4096, 16384)}
+            if args.forms == "compiled":  # each takes 10 to 30 s to compile
+                short = {"models": ("recurrence",), "lengths": (64, 1024)}
+            short |= {"resets": (0.01,), "arms": FORM_ARMS[args.forms]}
+        elif args.claims:
+            short = {"models": ("recurrence", "gru", "mingru", "s5", "ffm"), "lengths": (64, 512), "batch_size": 128}
+            short |= {"steps": 2048, "resets": (0.01,)}
+            short |= {"arms": ("eager loop", "native, padded", "compiled operator", "scan", "compiled scan")}
+        elif args.quick:
             short = {"models": ("recurrence", "lru", "gru"), "lengths": (64, 1024), "steps": 0, "resets": (0.01,)}
-            short |= {"passes": PASSES[1:], "arms": tuple(arm for arm in ARMS if arm != "compiled loop")}
-            for name, value in short.items():
-                if getattr(args, name) == getattr(Args, name):
-                    setattr(args, name, value)
+            short |= {"arms": tuple(arm for arm in ARMS if arm != "compiled loop")}
+        for name, value in (short | {"passes": PASSES[1:]} if short else {}).items():
+            if getattr(args, name) == getattr(Args, name):
+                setattr(args, name, value)
         probe = ask(PROBE)
         device = "cuda" if probe["gpu"] and not args.cpu else "cpu"
         probe["threads"] = args.threads or probe["threads"]

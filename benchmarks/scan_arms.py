@@ -18,6 +18,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,10 @@ from speed import SCRIPTS, scrub
 sys.path.append(str(SCRIPTS))
 memory = importlib.import_module("ppo_memory")
 
+FORMS = {  # of `linear_recurrence`, in the place of what it chooses itself: rows of a chunk
+    **{"loop": sys.maxsize, "chunks of 4": 4, "chunks of 8": 8, "chunks of 16": 16, "chunks of 32": 32},
+    "doubling": None,
+}
 UNROLLED = {"recurrence": 64, "cell": 16}  # most steps of a loop that is compiled; a GRU's of 64 took 4.5 minutes
 PILOT = 64  # steps of a loop from which the time of all its steps is estimated
 COMPILED = ("compiled", "captured", "JAX")  # beginnings of the names of arms whose first call compiles
@@ -85,6 +90,36 @@ def looped_recurrence() -> Iterator[None]:
         yield
     finally:
         memory.linear_recurrence = scan
+
+
+def double(a: list, b: list, h: list, length: None, reverse: bool) -> list[torch.Tensor]:
+    """`scan` by doubling the reach of every row (Hillis and Steele 1986); the same arguments but `length`."""
+    a, b = ([x.flip(0) if reverse else x for x in number] for number in (a, b))
+    first = memory.advance([x[0] for x in a], [x[0] for x in b], h)
+    b, reach = [torch.cat([row[None], x[1:]]) for row, x in zip(first, b, strict=True)], 1
+    while reach < len(b[0]):
+        factor = [x[reach:] for x in a]
+        following = memory.advance(factor, [x[reach:] for x in b], [x[:-reach] for x in b])
+        b = [torch.cat([x[:reach], y]) for x, y in zip(b, following, strict=True)]
+        following = memory.times(factor, [x[:-reach] for x in a])
+        a = [torch.cat([x[:reach], y]) for x, y in zip(a, following, strict=True)]
+        reach *= 2
+    return [x.flip(0) if reverse else x for x in b]
+
+
+def formed(call: Callable[[], list], form: str) -> Callable[[], list]:
+    """The call, in which `linear_recurrence` has one of FORMS; what is compiled has that of its first call."""
+
+    def run() -> list:
+        before = memory.chunk_length, memory.scan
+        memory.chunk_length = lambda *_: FORMS[form]
+        memory.scan = double if FORMS[form] is None else memory.scan
+        try:
+            return call()
+        finally:
+            memory.chunk_length, memory.scan = before
+
+    return run
 
 
 def native_layer(cell: nn.Module) -> nn.Module:
@@ -273,6 +308,8 @@ def import_jax(device: str):
 
 def jax_call(model: Model, trains: bool) -> Callable[[], list]:
     """The same in JAX, compiled as one function, on copies of the tensors; its `peak_bytes` are the compiler's own."""
+    if model.name not in ("recurrence", "mingru", "lru"):
+        raise CannotRun("is written for the recurrence, LRU and minGRU alone")
     jax = import_jax(model.device)
     jnp = jax.numpy
 
@@ -415,6 +452,14 @@ def arms_of(model: Model, limit: float) -> dict[str, Callable[[bool], Callable[[
     def compiled_scan(trains: bool) -> Callable[[], list]:
         return compiled_call(model.functional(is_loop=False), model, trains)
 
+    def scan_in(form: str, trains: bool) -> Callable[[], list]:
+        return formed(arms["scan"](trains), form)
+
+    def compiled_scan_in(form: str, trains: bool) -> Callable[[], list]:
+        if form == "chunks of 32" or (form == "loop" and model.length > UNROLLED["recurrence"]):
+            raise CannotRun("is too much code to compile")
+        return formed(compiled_scan(trains), form)
+
     arms = {
         "eager loop": eager_loop,
         "compiled loop": compiled_loop,
@@ -428,7 +473,8 @@ def arms_of(model: Model, limit: float) -> dict[str, Callable[[bool], Callable[[
         arms["scan"] = lambda trains: eager_call(model.scan, model, model.given, trains)
         arms |= {"compiled scan": compiled_scan, "captured scan": lambda trains: captured(compiled_scan, trains)}
         arms["JAX scan"] = lambda trains: jax_call(model, trains)
-        return arms
+        arms |= {f"scan, {form}": partial(scan_in, form) for form in FORMS}
+        return arms | {f"compiled scan, {form}": partial(compiled_scan_in, form) for form in FORMS}
     layer = native_layer(model.cell)
     given = {"x": model.given["x"], **{f"cell.{name}": p for name, p in layer.named_parameters()}}
 

@@ -451,8 +451,16 @@ def ray_faults_table(results: Path) -> str:
 
 def scan_table(results: Path, part: str) -> str:
     """What a scan over time gains: one of the parts of scan.py's tables."""
-    parts = []
-    for path, result in newest(results, "scan", lambda result: not result["settings"]["quick"]):
+    parts, found = [], []
+    for kind in {"scan_forms": ("eager", "compiled"), "scan_claims": ("claims",)}.get(part, (None,)):
+
+        def is_meant(result: dict, kind: str | None = kind) -> bool:
+            settings = result["settings"]
+            own = settings.get("forms") or ("claims" if settings.get("claims") else None)
+            return own == kind and not settings["quick"]
+
+        found += newest(results, "scan", is_meant)
+    for path, result in found:
         tables = [markdown(header, rows, scan.text_columns(header)) for header, rows in scan.tables_of(result, part)]
         notes = "; ".join(scan.notes_of(result)) if part == "scan" else ""
         note = scan.caption(result, part) + (f" Without figures: {notes}." if notes else "")

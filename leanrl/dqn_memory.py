@@ -783,19 +783,31 @@ def _(info, dims, a, b, h0, reverse):
     return kernel_scan(*arguments, reverse), [1] * len(b)
 
 
+def chunk_length(steps: int, size: int, is_compiled: bool) -> int:
+    """Of how many rows `scan` does best to make its chunks on a CPU, by measurement; of `steps`: it is a loop.
+
+    `size` is how many numbers a row has, complex ones counted twice.
+    """
+    if is_compiled:
+        return 4  # as each row of a chunk is code to compile
+    if size >= 16384:
+        return steps  # to go through the rows twice, as a chunk does, takes longer than the calls of a loop
+    return 8 if steps <= 128 else 16
+
+
 def run_scan(a: torch.Tensor, b: torch.Tensor, h0: torch.Tensor, parts: int, reverse: bool) -> torch.Tensor:
     """The recurrence without derivatives; numbers of two parts have them side by side in the last dimension."""
     numbers = [list(x.chunk(parts, -1)) for x in (a, b, h0)]
     if triton is not None and b.is_cuda:
         return torch.cat(kernel_scan(*numbers, reverse), -1)
     # The first knows of the compiler's later stages since PyTorch 2.13 only
-    if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get():
-        # Few rows to a chunk, as each is code to compile, and no complex numbers, which Inductor does not know
-        return torch.cat(scan(*numbers, 4, reverse), -1)
-    if parts == 1:
-        return scan(*numbers, 16, reverse)[0]
-    (states,) = scan(*([torch.complex(*number)] for number in numbers), 16, reverse)
-    return torch.cat([states.real, states.imag], -1)
+    is_compiled = torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+    length = chunk_length(len(b), h0.numel(), is_compiled)
+    if parts == 2 and not is_compiled:  # complex numbers are fewer calls, but Inductor does not know them
+        (states,) = scan(*([torch.complex(*number)] for number in numbers), length, reverse)
+        return torch.cat([states.real, states.imag], -1)
+    states = scan(*numbers, length, reverse)
+    return states[0] if parts == 1 else torch.cat(states, -1)
 
 
 def conjugate(x: torch.Tensor, parts: int) -> torch.Tensor:

@@ -100,6 +100,18 @@ def test_chunks_of_any_length(length, reverse):
         torch.testing.assert_close(states, expected.flip(0) if reverse else expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_rows_so_wide_that_a_loop_is_faster(monkeypatch, dtype):
+    """They make no chunks; narrow rows do, long before there are as many steps."""
+    lengths, scan = [], ppo_memory.scan
+    monkeypatch.setattr(ppo_memory, "scan", lambda *args: lengths.append(args[3]) or scan(*args))
+    for size, expected in ((2**14, 40), (3, 8)):
+        inputs = example(40, dtype, batch=1, size=size)
+        torch.testing.assert_close(linear_recurrence(*inputs), by_loop(*inputs), rtol=0, atol=1e-12)
+        assert lengths[0] == expected
+        lengths.clear()
+
+
 def test_vmap():
     a, b = (torch.randn(7, 3, 2, 4, dtype=torch.float64) for _ in range(2))
     h0 = torch.randn(3, 2, 4, dtype=torch.float64)

@@ -1068,6 +1068,16 @@ def test_target_kl_is_compared_after_each_epoch_with_its_last_minibatch(launch, 
     assert updates == len(rollouts) * 2 * 2 > 0  # minibatches, epochs
 
 
+@each_script
+@pytest.mark.parametrize("env_id", ["popgym-RepeatFirstEasy-v0", "popgym-NoisyPositionOnlyCartPoleEasy-v0"])
+def test_a_run_on_popgym(launch, script, env_id):
+    """By its ids alone, through Gymnasium's vector interface: one of observations that are numbers, one of vectors."""
+    pytest.importorskip("popgym")
+    run = launch(script, *flags_of(total_timesteps=640), env_id=env_id)
+    assert run.summary["status"] == "finished" and run.summary["updates"] > 0 and run.summary["global_step"] >= 640
+    assert run.episodes and all(-1 <= episode["return"] <= 1 for episode in run.episodes)
+
+
 @each_kind
 @each_script
 def test_a_run_that_is_stopped_goes_on(launch, tmp_path, script, kind):
