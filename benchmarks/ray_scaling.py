@@ -483,8 +483,9 @@ CAPTIONS = {
     " timer slack (PR_SET_TIMERSLACK); what a sleep is late by, up to 100 µs, is taken off the next. Measured: one Ray"
     " node; simulated: several nodes, all of them on one machine, without a network. †: the machine's own cores were"
     " more than 90 % busy.",
-    "ray_fit": "Fitted to the cells of the table above. A round of a call of each of A actors takes K · (d + s) + A · c"
-    " in lockstep, and max(K · (d + s), A · c) double-buffered. Errors of the model, relative to what was measured:"
+    "ray_fit": "Fitted to the cells of the table above without †. A round of a call of each of A actors takes"
+    " K · (d + s) + A · c in lockstep, and max(K · (d + s), A · c) double-buffered. Errors of the model, relative to"
+    " what was measured:"
     " RMS over all cells, over those below 95 % efficiency, and the largest. The driver's CPU: median of what a call"
     " took of it. Memory: medians of the actors' processes.",
     "ray_nodes": "Of the issue as published; all others are modelled with the parameters of each mode above, those in"

@@ -457,7 +457,7 @@ def arms_of(model: Model, limit: float) -> dict[str, Callable[[bool], Callable[[
 
     def compiled_scan_in(form: str, trains: bool) -> Callable[[], list]:
         if form == "chunks of 32" or (form == "loop" and model.length > UNROLLED["recurrence"]):
-            raise CannotRun("is too much code to compile")
+            raise CannotRun("takes minutes to compile, unless it is the loop")
         return formed(compiled_scan(trains), form)
 
     arms = {

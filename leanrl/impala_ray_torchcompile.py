@@ -737,14 +737,21 @@ def handling(handler: Callable) -> Iterable[None]:
 def end_ray_processes(folder: str) -> None:
     """On Linux, kills Ray's processes that write to this session's folder: Ray's agents live for long without its head.
 
-    What an environment has started is left alone.
+    What an environment has started under a name of its own is left alone.
     """
+    import ray
+
+    package, folder = os.path.dirname(ray.__file__), os.path.realpath(folder)
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_ray = re.match(rb"ray::|.*(raylet|gcs_server|/ray/)", path.joinpath("cmdline").read_bytes())
-            files = [os.readlink(file) for file in path.glob("fd/*") if is_ray and int(path.name) != os.getpid()]
-            if any(file.startswith(folder + os.sep) for file in files):
-                os.kill(int(path.name), signal.SIGKILL)
+            name, *arguments = path.joinpath("cmdline").read_text(errors="replace").split("\0")
+            is_ray = name.startswith("ray::") or os.path.basename(name) in ("raylet", "gcs_server")
+            if int(path.name) == os.getpid() or not (is_ray or any(x.startswith(package) for x in arguments[:3])):
+                continue
+            for file in path.glob("fd/*"):
+                if os.path.realpath(file).startswith(folder + os.sep):
+                    os.kill(int(path.name), signal.SIGKILL)
+                    break
 
 
 @contextlib.contextmanager
@@ -866,6 +873,7 @@ class Fleet:
         self.args, self.run, self.ledger, self.recipe = args, run, ledger, (args, make_envs, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
         self.lags = collections.deque(maxlen=args.batch_fragments)  # of the newest fragments
+        self.taken = 0  # fragments since the last version of the weights, which the next is learned from
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
@@ -882,7 +890,11 @@ class Fleet:
             self.head = (host.strip("[]"), port)
             socket_name = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == here.get_node_id())
             self.raylet = socket.socket(socket.AF_UNIX)
-            self.raylet.connect(socket_name)
+            try:
+                self.raylet.connect(socket_name)
+            except OSError as error:
+                self.raylet.close()
+                sys.exit(f"error: Ray's own process on this machine, the raylet, can't be reached ({error})")
             self.raylet.setblocking(False)
             # Ray restarts a process that has died but repeats no call (max_task_retries=0): steps can't be taken back
             self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
@@ -892,10 +904,9 @@ class Fleet:
 
     def __exit__(self, kind, error, traceback) -> None:
         self.ledger.lost += sum(self.orphans.values())
-        self.ledger.seconds += time.monotonic() - self.published_at
+        self.ledger.seconds += time.monotonic() - self.published_at if self.version >= 0 else 0
         self.run.about |= self.ledger.summary()
-        if not self.seats:
-            self.actor.envs.close()
+        (self.raylet if self.seats else self.actor.envs).close()
         self.published.clear()
         self.orphans.clear()
         for seat in self.seats:
@@ -910,7 +921,8 @@ class Fleet:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
         now = time.monotonic()
         self.ledger.seconds += now - self.published_at if self.version >= 0 else 0  # what is compiled has been compiled
-        self.published_at, self.version, self.ledger.consumed = now, self.version + 1, self.ledger.delivered
+        self.ledger.consumed += self.taken
+        self.published_at, self.version, self.taken = now, self.version + 1, 0
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
         self.published.append((arrays, self.put(arrays), self.version))
 
@@ -933,6 +945,7 @@ class Fleet:
         self.sequences[number, incarnation] = sequence
         self.ledger.deliver(self.version - version, sum(array.nbytes for array in fragment.values()))
         self.lags.append(self.version - version)
+        self.taken += 1
         run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
         run.returns.update(zip(env_ids, fragment["return_before"].tolist()))
         run.lengths.update(zip(env_ids, fragment["length_before"].tolist()))
@@ -1000,6 +1013,8 @@ class Fleet:
             return
         except OSError:
             pass
+        if self.run.stop is not None:  # a signal that has gone to Ray's processes, too
+            raise KeyboardInterrupt
         raise RunError("Ray's own process on this machine, the raylet, has died")
 
     def is_late(self, fragment: Mapping[str, np.ndarray]) -> bool:

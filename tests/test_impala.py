@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -454,6 +455,50 @@ def test_resume_goes_on(launch, monkeypatch, script):
         assert summary["fragments_delivered"] == summary["fragments_consumed"] == fragments
         assert summary["lag_min"] == summary["lag_mean"] == summary["lag_max"] == 0 < summary["bytes_per_second"]
     assert again.summary["updates"] > run.summary["updates"]
+
+
+@each_script
+def test_a_batch_that_is_cut_is_never_counted_as_learned_from(launch, monkeypatch, script):
+    """Neither when the run is stopped in it nor after --resume, which begins another."""
+    module, takes = importlib.import_module(script), []
+
+    def take(fleet, take=module.Fleet.take):
+        takes.append(None)
+        if len(takes) == 6:
+            raise KeyboardInterrupt
+        return take(fleet)
+
+    monkeypatch.setattr(module.Fleet, "take", take)
+    run = launch(script, *small(), "--batch-fragments", 2, raises=SystemExit)
+    assert run.summary["status"] == "interrupted"
+    assert (run.summary["fragments_delivered"], run.summary["fragments_consumed"]) == (5, 4)
+    config = run.config | {"resume": str(run.folder)}
+    module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
+    summary = read_run(run.folder.parent).summary
+    assert summary["status"] == "finished"
+    assert summary["fragments_consumed"] == 2 * summary["updates"] == summary["fragments_delivered"] - 1
+
+
+def test_only_ray_s_processes_of_a_session_are_ended(tmp_path):
+    """Not what shows its logs, nor what an environment has started, which writes there, too; nor another session's."""
+    module, processes = importlib.import_module("impala_ray"), {}
+    for name, folder in (("raylet", "s"), ("ray::Agent", "s"), ("raylet", "s2"), ("sh", "s"), ("/x/ray/sim", "s")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with open(tmp_path / folder / "raylet.out", "a") as log:
+            command = [name, "-c", "sleep 60 & wait", "/ray/raylet"]
+            process = subprocess.Popen(command, executable="/bin/sh", stdout=log, start_new_session=True)
+        processes[name, folder] = process
+    try:
+        module.end_ray_processes(str(tmp_path / "s"))
+        ended = {key for key, process in processes.items() if key[0].startswith("ray") and key[1] == "s"}
+        for key in ended:
+            assert processes[key].wait(10) == -signal.SIGKILL
+        assert all(process.poll() is None for key, process in processes.items() if key not in ended)
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 # ---- Runs with Ray ----
