@@ -514,7 +514,7 @@ class Program:
     def end(self, timeout=60):
         """Exit status and stderr, once it has ended and nothing of it is left."""
         err = self.process.communicate(timeout=timeout)[1]
-        wait_until(lambda: not self.left())
+        wait_until(lambda: not self.left(), 60)
         assert sorted(os.listdir("/dev/shm")) == self.shared_memory and not os.listdir(self.temporary)
         return self.process.returncode, err
 
