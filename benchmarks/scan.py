@@ -149,7 +149,7 @@ class Args:
     quick: tyro.conf.FlagCreatePairsOff[bool] = False
     """a short version: two lengths, three models, 1 % of resets, forward with backward only, no compiled loop"""
     forms: Literal["eager", "compiled"] | None = None
-    """the scan in each of its forms, with 1 % of resets, forward with backward only"""
+    """the scan in each of its forms on a CPU, with 1 % of resets, forward with backward only"""
     claims: tyro.conf.FlagCreatePairsOff[bool] = False
     """what is to stand beside published figures: T of 64 and 512, B = 128 and B · T = 2,048, 1 % of resets"""
     timeout: float = 1200.0
@@ -482,6 +482,8 @@ def check_args(args: Args) -> None:
     for name in args.arms:
         if name not in ARMS:
             fail(f"--arms {name}: must be one of {', '.join(ARMS)}")
+    if len(short := [f"--{name}" for name in ("forms", "claims", "quick") if getattr(args, name)]) > 1:
+        fail(f"{' '.join(short)}: only one of them")
     for name in ("models", "lengths", "resets", "passes", "arms"):
         if not getattr(args, name):
             fail(f"--{name}: must be followed by at least one value")

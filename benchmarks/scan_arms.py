@@ -452,10 +452,16 @@ def arms_of(model: Model, limit: float) -> dict[str, Callable[[bool], Callable[[
     def compiled_scan(trains: bool) -> Callable[[], list]:
         return compiled_call(model.functional(is_loop=False), model, trains)
 
+    def check_form() -> None:
+        if on_gpu:
+            raise CannotRun("on CUDA the scan is a Triton kernel")
+
     def scan_in(form: str, trains: bool) -> Callable[[], list]:
+        check_form()
         return formed(arms["scan"](trains), form)
 
     def compiled_scan_in(form: str, trains: bool) -> Callable[[], list]:
+        check_form()
         if form == "chunks of 32" or (form == "loop" and model.length > UNROLLED["recurrence"]):
             raise CannotRun("takes minutes to compile, unless it is the loop")
         return formed(compiled_scan(trains), form)

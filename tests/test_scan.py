@@ -276,7 +276,10 @@ def test_a_result_is_printed_and_drawn(output, tmp_path):
 
 
 def test_the_forms_of_the_scan(tmp_path):
-    ended = run("--forms", "eager", "--lengths", 8, "--steps", 0, "--size", 3, "--output", tmp_path / "forms.json")
+    size = ("--lengths", 8, "--steps", 0, "--size", 3, "--cpu")
+    ended = run("--forms", "eager", "--claims", *size)
+    assert ended.returncode == 2 and ended.stderr.endswith("--forms --claims: only one of them\n"), ended
+    ended = run("--forms", "eager", *size, "--output", tmp_path / "forms.json")
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     result = json.loads((tmp_path / "forms.json").read_text())
     ((header, rows),) = scan.tables_of(result, "scan_forms")
