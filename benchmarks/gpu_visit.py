@@ -3,14 +3,17 @@
     python benchmarks/gpu_visit.py --output results --budget 540
 
 What matters most comes first: `pytest -m gpu`; the compiler's caches, filled by short runs of all scripts side by side;
-then of each script compile+cudagraphs, eager, cudagraphs and compile, and the same again; and at last the warm-up with
-cold and warm caches, as far as the time lasts. Nothing is begun that is not expected to end within the budget, and
-whatever runs at its end is stopped. Each file is renewed after each run:
+the scan's benchmark; then of each script compile+cudagraphs, eager, cudagraphs and compile, and the same again; a few
+scripts with other flags; and at last the warm-up with cold and warm caches, as far as the time lasts. Nothing is begun
+that is not expected to end within the budget, and whatever runs at its end is stopped. Each file is renewed after each
+run:
 
-- gpu_visit.json: the tests' outcome, and the GPU's use in each run while it learned; gpu_tests.txt: all that they say;
-- speed_GPU_DATE.json and warmup_GPU_DATE.json: for benchmarks/results/, as benchmarks/speed.py writes them.
+- gpu_visit.json: the tests' outcome, and what came of the rest; gpu_tests.txt: all that the tests say;
+- speed_GPU_DATE.json, also of the runs with other flags, and warmup_GPU_DATE.json: for benchmarks/results/, as
+  benchmarks/speed.py writes them, each run with the GPU's use while it learned; scan_GPU_DATE.json: likewise.
 """
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -30,6 +33,18 @@ import tyro
 import speed
 
 VARIANTS = ("compile+cudagraphs", "eager", "cudagraphs", "compile")
+OTHERS = (  # a script, and what is other than usual
+    ("ppo_atari_envpool", {"num_envs": 64}),
+    ("ppo_atari_envpool", {"num_envs": 256}),
+    ("sac_continuous_action", {"flags": "--tf32"}),
+    ("td3_continuous_action", {"flags": "--tf32"}),
+    ("impala_ray", {"flags": "--num-actors 0"}),
+    ("appo_ray", {"flags": "--num-actors 0"}),
+)
+SCAN = ["--models", "recurrence", "lru", "gru", "vmap", "--lengths", "1024", "4096", "16384", "--steps", "0"]
+SCAN += ["--resets", "0.01", "--passes", "forward+backward", "--limit-seconds", "60"]
+SCAN += ["--arms", "eager loop", "eager loop, recurrence only", "native, padded", "compiled operator"]
+SCAN += ["scan", "compiled scan", "captured scan"]
 
 
 @dataclass
@@ -51,8 +66,6 @@ class Args:
         "ppo_atari_envpool",
         "ppo_memory",
         "dqn_memory",
-        "impala_ray",
-        "appo_ray",
     )
     """scripts to measure, the most valuable first"""
     variants: tuple[speed.Variant, ...] = VARIANTS
@@ -63,6 +76,12 @@ class Args:
     """environment steps with learning in each run; by default as in benchmarks/speed.py"""
     tests: bool = True
     """run the tests marked gpu"""
+    scan: bool = True
+    """measure the scan, at three lengths"""
+    scan_budget: float = 200.0
+    """seconds that it may take"""
+    others: bool = True
+    """measure Atari with 64 and 256 environments, SAC and TD3 in TF32, and the learners that need no Ray"""
     fill_caches: bool = True
     """compile all scripts side by side before they are measured one by one"""
     warmup: bool = True
@@ -135,6 +154,16 @@ def run_tests(timeout: float, workers: int, report: Path) -> dict:
     return {"exit_status": code, "seconds": round(time.perf_counter() - started, 1), "output_tail": tail}
 
 
+def run_scan(timeout: float, output: Path) -> dict:
+    """Runs benchmarks/scan.py; its exit status (None if it was stopped) and what it printed, the tables apart."""
+    started = time.perf_counter()
+    command = [sys.executable, str(Path(__file__).with_name("scan.py")), *SCAN, "--output", str(output)]
+    code, out, err = speed.run_process(command, timeout)
+    lines = [line for line in speed.scrub(out).splitlines() if " of " in line and " ms " in line]
+    seconds = round(time.perf_counter() - started, 1)
+    return {"exit_status": code, "seconds": seconds, "lines": lines, "errors": speed.scrub(err)[-2_000:]}
+
+
 def fill_caches(scripts: Sequence[str], cuda: bool, timeout: float) -> list[dict]:
     """Short runs of all compiled scripts at the same time; what came of each. Their figures say nothing."""
 
@@ -166,16 +195,16 @@ def main(args: Args) -> None:
         "hardware": speed.hardware(probe),
         "tests": None,
         "filled": None,
-        "gpu_use": [],
+        "scan": None,
     }
-    results = {kind: speed.new_result(kind, options, probe, device) for kind in ("speed", "warmup")}
-    paths = {kind: speed.result_path(kind, device, probe, args.output) for kind in results}
+    measured = []  # results of speed
+
+    def result_path(kind: str) -> Path:
+        return speed.result_path(kind, device, probe, args.output)
 
     def note() -> None:
-        visit["gpu_use"] = [
-            {key: run[key] for key in ("script", "variant", "repeat")} | {"use": sampler.during(run)}
-            for run in results["speed"]["runs"]
-        ]
+        for run in (run for result in measured for run in result["runs"]):
+            run.setdefault("gpu_use", sampler.during(run))
         visit["seconds"] = round(args.budget - (deadline - time.perf_counter()), 1)
         (args.output / "gpu_visit.json").write_text(json.dumps(visit, indent=1) + "\n")
 
@@ -186,28 +215,42 @@ def main(args: Args) -> None:
             visit["tests"] = run_tests(
                 min(args.test_budget, deadline - time.perf_counter()), args.test_workers, args.output / "gpu_tests.txt"
             )
-            last = (visit["tests"]["output_tail"].strip().splitlines() or ["no output"])[-1]
-            print(f"exit status {visit['tests']['exit_status']}, {last}", flush=True)
+            ends = [line for line in visit["tests"]["output_tail"].splitlines() if line.startswith("===")]
+            print(f"exit status {visit['tests']['exit_status']} {' '.join(ends[-1:])}", flush=True)
             note()
         if args.fill_caches:
             visit["filled"] = fill_caches(scripts, probe["gpu"] is not None, deadline - time.perf_counter())
             for run in visit["filled"]:
                 print(f"{run['script']}: {run.get('reason', 'compiled')} ({run['process_seconds']:.0f} s)", flush=True)
             note()
-        with speed.until_stopped(results["speed"], paths["speed"]):
-            plan = [(s, v, r) for r in range(1, args.repeats + 1) for v in args.variants for s in scripts]
-            expected = 20 if args.fill_caches else 60
-            speed.measure_all(options, plan, results["speed"], paths["speed"], deadline, after_each=note, cold=expected)
-        with speed.until_stopped(results["warmup"], paths["warmup"]):
-            arms = [(s, v) for v in ("cudagraphs", "compile+cudagraphs") for s in scripts] if args.warmup else []
-            speed.warm_up_all(arms, [], results["warmup"], paths["warmup"], deadline=deadline)
+        if args.scan:
+            print("the scan: ", end="", flush=True)
+            limit = min(args.scan_budget, deadline - time.perf_counter())
+            visit["scan"] = run_scan(limit, result_path("scan"))
+            print(f"exit status {visit['scan']['exit_status']}", *visit["scan"]["lines"], sep="\n", flush=True)
+            note()
+        cold = 20 if args.fill_caches else 60
+        plan = [(s, v, r) for r in range(1, args.repeats + 1) for v in args.variants for s in scripts]
+        plans = [(options, plan)] if plan else []
+        for script, changed in OTHERS if args.others else ():
+            arm = (script, args.variants[0], 1)
+            plans.append((dataclasses.replace(options, repeats=1, **changed), [arm]))
+        for own, plan in plans:
+            result, path = speed.new_result("speed", own, probe, device), result_path("speed")
+            measured.append(result)
+            with speed.until_stopped(result, path):
+                speed.measure_all(own, plan, result, path, deadline, after_each=note, cold=cold)
+        if args.warmup:
+            result, path = speed.new_result("warmup", options, probe, device), result_path("warmup")
+            with speed.until_stopped(result, path):
+                arms = [(s, v) for v in ("cudagraphs", "compile+cudagraphs") for s in scripts]
+                speed.warm_up_all(arms, [], result, path, deadline=deadline)
     finally:
         sampler.close()
         note()
-        for entry in visit["gpu_use"]:
-            if entry["use"]:
-                use = entry["use"]
-                print(f"{entry['script']} {entry['variant']}: GPU used {use['utilisation_percent']:.0f} % of the time")
+        for run in (run for result in measured for run in result["runs"]):
+            if use := run["gpu_use"]:
+                print(f"{run['script']} {run['variant']}: GPU used {use['utilisation_percent']:.0f} % of the time")
         print(f"the visit took {visit['seconds']:.0f} s of {args.budget:.0f}", flush=True)
 
 

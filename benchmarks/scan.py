@@ -412,7 +412,8 @@ def caption(result: Mapping, part: str) -> str:
     if part != "scan_snippet":
         text += f", width {result['settings']['size']}"
         text += "" if part == "scan_resets" else f", episodes begin in {share:.0%} of the steps (of native in none)"
-    return text + (f", JAX {result['versions']['jax']}." if result["versions"].get("jax") else ".")
+    has_jax = find(result["medians"], arm="JAX scan", status="finished")
+    return text + (f", JAX {result['versions']['jax']}." if has_jax else ".")
 
 
 # ---- Picture ----

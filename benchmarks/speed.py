@@ -363,6 +363,7 @@ def summarise(runs: Sequence[dict]) -> list[dict]:
         line["share_of_arithmetic_limit"] = median([run.get("share_of_arithmetic_limit") for run in own])
         for key, digits in (("warmup_seconds", 3), ("wall_seconds", 3), ("peak_memory_bytes", None), ("threads", None)):
             line[key] = median([run["summary"][key] for run in own], digits)
+        line["gpu_percent"] = median([(run.get("gpu_use") or {}).get("utilisation_percent") for run in own], 1)
         line["replay_buffer"] = own[0].get("replay_buffer") if own else None
         lines.append(line)
     return lines

@@ -95,6 +95,11 @@ def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) ->
     return sorted(found, key=lambda pair: (pair[1]["device"] != "cpu", machine(pair[1]), pair[1]["started"]))
 
 
+def is_of_defaults(result: dict) -> bool:
+    """Whether a result of speed is of each script's usual number of environments and flags."""
+    return not result["settings"].get("num_envs") and not result["settings"].get("flags")
+
+
 def learning_results(results: Path) -> dict[tuple, list[dict]]:
     """The learning results by environment, script, variant with changed arguments, and steps; in each one a seed."""
     groups = {}
@@ -133,7 +138,7 @@ def scripts_table(results: Path) -> str:
     """What each script reached on its own task in its longest runs, and how fast, eager and compiled."""
     header = ["algorithm", "eager: read this first", "compiled: run this", "task", "return", "at steps", "seeds"]
     latest = {}  # of several machines of a kind
-    for _, result in sorted(newest(results, "speed"), key=lambda pair: pair[1]["started"]):
+    for _, result in sorted(newest(results, "speed", is_of_defaults), key=lambda pair: pair[1]["started"]):
         own = {}
         for line in summarise(result["runs"]):
             if line["runs"]:
@@ -160,6 +165,8 @@ def scripts_table(results: Path) -> str:
             rows[-1] += [show(line["fps"], 0) if line else "" for line in (own.get("eager"), fastest)]
     names = {"cpu": "CPU", "cuda": "GPU"}
     header += [f"steps/s, {names[device]}, {version}" for device in devices for version in ("eager", "compiled")]
+    kept = [any(column) for column in zip(*rows, strict=True)]  # not those that no result is of
+    header, *rows = ([cell for cell, is_kept in zip(row, kept, strict=True) if is_kept] for row in (header, *rows))
     note = (
         "Return: mean of the last 100 training episodes ± standard deviation over the seeds, of the longest runs there"
     )
@@ -170,9 +177,10 @@ def scripts_table(results: Path) -> str:
 
 def speed_table(results: Path) -> str:
     parts = []
-    for path, result in newest(results, "speed"):
+    for path, result in newest(results, "speed", is_of_defaults):
         lines = summarise(result["runs"])
         has_share = any(line["share_of_arithmetic_limit"] for line in lines)
+        has_use = any(line["gpu_percent"] for line in lines)
         header = ["script", "variant", "environment", "steps/s", "range", "× eager", "warm-up, s", "memory, MB"]
         rows = []
         for line in lines:
@@ -184,11 +192,14 @@ def speed_table(results: Path) -> str:
                 row += [line["env_id"], show(line["fps"], 0), f"{low}–{high}", show(line["times_eager"])]
                 row += [show(line["warmup_seconds"], 1), show(line["peak_memory_bytes"] / 1e6, 0)]
             share = line["share_of_arithmetic_limit"]
-            rows.append(row + ([f"{share:.0%}" if share else ""] if has_share else []))
-        table = markdown(header + (["of the arithmetic limit"] if has_share else []), rows, 3)
+            row += [f"{share:.0%}" if share else ""] if has_share else []
+            rows.append(row + ([f"{line['gpu_percent']:.0f}%" if line["gpu_percent"] else ""] if has_use else []))
+        header += ["of the arithmetic limit"] * has_share + ["GPU used, of the time"] * has_use
+        table = markdown(header, rows, 3)
         counts = sorted({line["runs"] for line in lines if line["runs"]}) or [0]
         runs = "1 run" if counts == [1] else f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} runs"
         note = f"Medians of {runs}; × eager is the median of the ratios taken turn by turn."
+        note += f" {result['note']}" if "note" in result else ""
         where = "peak GPU memory" if result["device"] == "cuda" else "peak memory of the process"
         parts.append(f"{table}\n\n{note} Memory is the {where}. {footer(path, results, result)}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/speed.py` makes them."
