@@ -41,8 +41,8 @@ OTHERS = (  # a script, and what is other than usual
     ("impala_ray", {"flags": "--num-actors 0"}),
     ("appo_ray", {"flags": "--num-actors 0"}),
 )
-SCAN = ["--models", "recurrence", "lru", "gru", "vmap", "--lengths", "1024", "4096", "16384", "--steps", "0"]
-SCAN += ["--resets", "0.01", "--passes", "forward+backward", "--limit-seconds", "60"]
+SCAN = ["--models", "recurrence", "lru", "gru", "vmap", "--steps", "0", "--resets", "0.01"]
+SCAN += ["--passes", "forward+backward", "--limit-seconds", "10"]
 SCAN += ["--arms", "eager loop", "eager loop, recurrence only", "native, padded", "compiled operator"]
 SCAN += ["scan", "compiled scan", "captured scan"]
 
@@ -77,7 +77,9 @@ class Args:
     tests: bool = True
     """run the tests marked gpu"""
     scan: bool = True
-    """measure the scan, at three lengths"""
+    """measure the scan"""
+    scan_lengths: tuple[int, ...] = (1_024, 4_096, 16_384)
+    """steps of the scan"""
     scan_budget: float = 200.0
     """seconds that it may take"""
     others: bool = True
@@ -154,10 +156,11 @@ def run_tests(timeout: float, workers: int, report: Path) -> dict:
     return {"exit_status": code, "seconds": round(time.perf_counter() - started, 1), "output_tail": tail}
 
 
-def run_scan(timeout: float, output: Path) -> dict:
+def run_scan(lengths: Sequence[int], timeout: float, output: Path) -> dict:
     """Runs benchmarks/scan.py; its exit status (None if it was stopped) and what it printed, the tables apart."""
     started = time.perf_counter()
     command = [sys.executable, str(Path(__file__).with_name("scan.py")), *SCAN, "--output", str(output)]
+    command += ["--lengths", *map(str, lengths)]
     code, out, err = speed.run_process(command, timeout)
     lines = [line for line in speed.scrub(out).splitlines() if " of " in line and " ms " in line]
     seconds = round(time.perf_counter() - started, 1)
@@ -226,7 +229,7 @@ def main(args: Args) -> None:
         if args.scan:
             print("the scan: ", end="", flush=True)
             limit = min(args.scan_budget, deadline - time.perf_counter())
-            visit["scan"] = run_scan(limit, result_path("scan"))
+            visit["scan"] = run_scan(args.scan_lengths, limit, result_path("scan"))
             print(f"exit status {visit['scan']['exit_status']}", *visit["scan"]["lines"], sep="\n", flush=True)
             note()
         cold = 20 if args.fill_caches else 60
