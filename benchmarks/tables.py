@@ -97,7 +97,8 @@ def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) ->
 
 def is_of_defaults(result: dict) -> bool:
     """Whether a result of speed is of each script's usual number of environments and flags."""
-    return not result["settings"].get("num_envs") and not result["settings"].get("flags")
+    settings = result.get("settings", {})
+    return not settings.get("num_envs") and not settings.get("flags")
 
 
 def learning_results(results: Path) -> dict[tuple, list[dict]]:
@@ -165,7 +166,8 @@ def scripts_table(results: Path) -> str:
             rows[-1] += [show(line["fps"], 0) if line else "" for line in (own.get("eager"), fastest)]
     names = {"cpu": "CPU", "cuda": "GPU"}
     header += [f"steps/s, {names[device]}, {version}" for device in devices for version in ("eager", "compiled")]
-    kept = [any(column) for column in zip(*rows, strict=True)]  # not those that no result is of
+    # Of speeds only those that there are
+    kept = [any(cells) or not title.startswith("steps/s") for title, *cells in zip(header, *rows, strict=True)]
     header, *rows = ([cell for cell, is_kept in zip(row, kept, strict=True) if is_kept] for row in (header, *rows))
     note = (
         "Return: mean of the last 100 training episodes ± standard deviation over the seeds, of the longest runs there"

@@ -296,12 +296,26 @@ def test_newest_file_of_each_machine_and_script(results):
     assert "| `sac_continuous_action` | compile" in old and "`dqn`" not in old and "| `dqn` | eager |" in new
     assert "A GPU (A Processor, 2 cores)" in text and "| 9,000 |" in gpu
     (row,) = [line for line in tables.scripts_table(results).splitlines() if "leanrl/dqn.py" in line]
-    assert row.endswith("| 7 |  | 9,000 |  |")
+    assert row.endswith("|  |  |  | 7 |  | 9,000 |"), "no column of compiled scripts on a GPU, as there is no such run"
     result = made_up_result("speed", RUNS, "2026-04-01T00:00:00+00:00")
     (results / "speed_cpu_c.json").write_text(json.dumps(result))
     text = tables.speed_table(results)
+    assert "GPU used" not in text
     assert "speed_cpu_c.json" in text and "speed_gpu.json" in text
     assert "speed_cpu_b.json" not in text and "speed_cpu_2026-01-02.json" not in text
+
+
+def test_runs_with_other_flags_are_not_in_the_table(results):
+    used = made_up_run("dqn", "cudagraphs", 1, 9000.0) | {"gpu_use": {"utilisation_percent": 17.4}}
+    usual = made_up_result("speed", [used], gpu="A GPU") | {"settings": {"num_envs": None, "flags": ""}}
+    (results / "speed_gpu.json").write_text(json.dumps(usual))
+    for name, changed in (("many", {"num_envs": 64}), ("flags", {"flags": "--tf32"})):
+        other = made_up_result("speed", [made_up_run("dqn", "cudagraphs", 1, 7777.0)], "2027-01-01", gpu="A GPU")
+        (results / f"speed_{name}.json").write_text(json.dumps(other | {"settings": changed}))
+    text = tables.speed_table(results)
+    assert "7,777" not in text + tables.scripts_table(results)
+    (row,) = [line for line in text.splitlines() if "9,000" in line]
+    assert row.endswith("| 17% |") and text.count("GPU used, of the time") == 1
 
 
 def test_warmup_table(results):
@@ -426,7 +440,7 @@ def test_scripts_table(tmp_path, results):
     )
     (results / "speed_another.json").write_text(json.dumps(newer))
     rows = {line.split(" | ")[0]: line for line in tables.scripts_table(results).splitlines()}
-    assert rows["| SAC"].endswith("| HalfCheetah-v4 |  |  |  | 70 |  |"), "of several machines of a kind the last"
+    assert rows["| SAC"].endswith("| HalfCheetah-v4 |  |  |  | 70 |"), "of several machines of a kind the last"
     scripts = {path.stem.removesuffix("_torchcompile") for path in (ROOT / "leanrl").glob("*.py")}
     assert set(tables.ALGORITHMS) == scripts
 

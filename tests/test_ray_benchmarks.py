@@ -584,8 +584,8 @@ def test_agent_and_observers_in_ray(program, tmp_path):
     def report():
         return json.loads((tmp_path / "report.json").read_text())
 
-    wait_until((tmp_path / "report.json").exists, 90)
-    (agent,) = wait_until(lambda: [pid for pid in run.left() if title(pid).startswith("ray::RayAgent")], 60)
+    wait_until((tmp_path / "report.json").exists, 180)
+    (agent,) = wait_until(lambda: [pid for pid in run.left() if title(pid).startswith("ray::RayAgent")], 120)
     os.kill(agent, signal.SIGKILL)
     assert run.end() == (1, "error: ray, run 2: Ray: agent: its process has ended\n")
     assert len(report()["runs"]) == 1 and report()["ended"] is None and report()["versions"]["ray"]
