@@ -79,12 +79,12 @@ class Workload:
 
 
 WORKLOADS = {
-    "sac_continuous_action": Workload(1_000, cpu=1_000, cuda=5_000, captured=20_000, flop_per_step=0.617e9),
-    "td3_continuous_action": Workload(1_000, cpu=2_000, cuda=8_000, captured=40_000, flop_per_step=0.41e9),
+    "sac_continuous_action": Workload(1_000, cpu=1_000, cuda=1_500, captured=20_000, flop_per_step=0.617e9),
+    "td3_continuous_action": Workload(1_000, cpu=2_000, cuda=3_000, captured=40_000, flop_per_step=0.41e9),
     "dqn": Workload(1_000, cpu=100_000, cuda=40_000, captured=150_000),
     "ppo": Workload(None, cpu=60_000, cuda=40_000, captured=150_000),
     "ppo_continuous_action": Workload(None, cpu=20_480, cuda=20_480, captured=61_440),
-    "ppo_atari_envpool": Workload(None, cpu=8_192, cuda=40_960, captured=163_840),
+    "ppo_atari_envpool": Workload(None, cpu=8_192, cuda=40_960, captured=81_920),
     "ppo_memory": Workload(None, cpu=61_440, cuda=40_960, captured=163_840),
     "dqn_memory": Workload(5_000, cpu=40_000, cuda=40_000, captured=150_000),
     "impala_ray": Workload(None, cpu=100_000, cuda=60_000, captured=150_000),
