@@ -82,19 +82,16 @@ def machine(result: dict) -> str:
 def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) -> list[tuple[Path, dict]]:
     """The newest result of a kind, of those that are meant, for each machine, CPUs first.
 
-    Of speed and warm-up it is the newest for each script there, of the scan for each size of a model: an older one
-    keeps the runs that no newer one has.
+    Of speed and warm-up it is the newest for each script there: an older one keeps the runs that no newer one has.
     """
-    parts = {"speed": ("script",), "warmup": ("script",), "scan": ("model", "length", "batch")}.get(kind, ())
     found, covered = [], set()
     loaded = [(path, load(path)) for path in sorted(results.glob(f"{kind}_*.json"))]
     for path, result in sorted(loaded, key=lambda pair: pair[1]["started"], reverse=True):
         if is_meant(result):
-            keys = [(machine(result), *(run[part] for part in parts)) for run in result["runs"]]
+            keys = [(machine(result), kind in ("speed", "warmup") and run["script"]) for run in result["runs"]]
             runs = [run for run, key in zip(result["runs"], keys, strict=True) if key not in covered]
             covered.update(keys)
-            own = {"runs": runs} | ({"medians": scan.summarise(runs)} if kind == "scan" else {})
-            found += [(path, result | own)] if runs else []
+            found += [(path, result | {"runs": runs})] if runs else []
     return sorted(found, key=lambda pair: (pair[1]["device"] != "cpu", machine(pair[1]), pair[1]["started"]))
 
 

@@ -386,14 +386,6 @@ def test_the_readmes_tables(result, tmp_path):
     assert "episodes begin in 1% of the steps" in text and "Without figures: compiled loop: is unrolled; " in text
     assert "(benchmarks/results/scan_cpu.json)" in text
     assert "| one GRU | forward+backward | 19.0 | 14.0 |" in tables.TABLES["scan_snippet"](results)
-    # A newer one of one size takes its place, and the older one keeps the rest
-    newer = {"model": "lru", "length": 4096, "batch": 4, "status": "finished", "lines": [line("scan", 0.007)]}
-    newer = speed.new_result("scan", scan.Args(), PROBE, "cpu") | {"started": "2999", "ended": "2999", "runs": [newer]}
-    (results / "scan_newer.json").write_text(json.dumps(newer, default=str))
-    text = tables.TABLES["scan"](results)
-    assert "| LRU | 4,096 | 4 | 7.00 |" in text and "| LRU | 4,096 | 4 | 200 |" not in text
-    assert "| GRU | 4,096 | 4 | 500 | 123 |" in text and "| LRU | 4,096 | 16 |" in text
-    assert "scan_newer.json" in text and "scan_cpu.json" in text
 
 
 def test_a_picture_of_nothing_is_refused(result, tmp_path, capsys):
