@@ -9,8 +9,8 @@ that is not expected to end within the budget, and whatever runs at its end is s
 run:
 
 - gpu_visit.json: the tests' outcome, and what came of the rest; gpu_tests.txt: all that the tests say;
-- speed_GPU_DATE.json, also of the runs with other flags, and warmup_GPU_DATE.json: for benchmarks/results/, as
-  benchmarks/speed.py writes them, each run with the GPU's use while it learned; scan_GPU_DATE.json: likewise.
+- speed_GPU_DATE.json, with the GPU's use while a run learned (with other flags, each has a file of its own),
+  warmup_GPU_DATE.json and scan_GPU_DATE.json: for benchmarks/results/, as speed.py and scan.py write them.
 """
 
 import dataclasses
@@ -38,8 +38,6 @@ OTHERS = (  # a script, and what is other than usual
     ("ppo_atari_envpool", {"num_envs": 256}),
     ("sac_continuous_action", {"flags": "--tf32"}),
     ("td3_continuous_action", {"flags": "--tf32"}),
-    ("impala_ray", {"flags": "--num-actors 0"}),
-    ("appo_ray", {"flags": "--num-actors 0"}),
 )
 SCAN = ["--models", "recurrence", "lru", "gru", "vmap", "--steps", "0", "--resets", "0.01"]
 SCAN += ["--passes", "forward+backward", "--limit-seconds", "10"]
@@ -66,6 +64,8 @@ class Args:
         "ppo_atari_envpool",
         "ppo_memory",
         "dqn_memory",
+        "impala_ray",
+        "appo_ray",
     )
     """scripts to measure, the most valuable first"""
     variants: tuple[speed.Variant, ...] = VARIANTS
@@ -83,7 +83,7 @@ class Args:
     scan_budget: float = 200.0
     """seconds that it may take"""
     others: bool = True
-    """measure Atari with 64 and 256 environments, SAC and TD3 in TF32, and the learners that need no Ray"""
+    """measure Atari with 64 and 256 environments, SAC and TD3 in TF32, if these are among the scripts"""
     fill_caches: bool = True
     """compile all scripts side by side before they are measured one by one"""
     warmup: bool = True
@@ -152,7 +152,7 @@ def run_tests(timeout: float, workers: int, report: Path) -> dict:
     # Each compiles by itself: so many of them need no pools of compiling processes
     code, out, err = speed.run_process(command, timeout, os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"})
     report.write_text(speed.scrub(out + err))
-    last = (out.strip().splitlines() or ["no output"])[-1].strip("= ")
+    last = (speed.scrub(out.strip() or err.strip()).splitlines() or ["no output"])[-1].strip("= ")
     return {"exit_status": code, "seconds": round(time.perf_counter() - started, 1), "outcome": last}
 
 
@@ -183,9 +183,12 @@ def main(args: Args) -> None:
     deadline = time.perf_counter() + args.budget
     speed.terminate_like_interrupt()
     scripts, probe = speed.find_scripts(args.scripts), speed.ask(speed.PROBE)
+    if not args.variants:
+        speed.fail("--variants: must be followed by at least one value")
     if probe["gpu"] is None and not args.rehearse:
         speed.fail("there is no CUDA device (--rehearse goes through the visit without one)")
     device = "cuda" if probe["gpu"] else "cpu"
+    args.output = args.output.resolve()  # what is started runs elsewhere
     try:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -202,13 +205,16 @@ def main(args: Args) -> None:
     }
     measured = []  # results of speed
 
+    def time_left() -> float:
+        return deadline - time.perf_counter()
+
     def result_path(kind: str) -> Path:
         return speed.result_path(kind, device, probe, args.output)
 
     def note() -> None:
         for run in (run for result in measured for run in result["runs"]):
             run.setdefault("gpu_use", sampler.during(run))
-        visit["seconds"] = round(args.budget - (deadline - time.perf_counter()), 1)
+        visit["seconds"] = round(args.budget - time_left(), 1)
         (args.output / "gpu_visit.json").write_text(json.dumps(visit, indent=1) + "\n")
 
     sampler = Sampler()
@@ -216,32 +222,36 @@ def main(args: Args) -> None:
         if args.tests:
             print("pytest -m gpu: ", end="", flush=True)
             visit["tests"] = run_tests(
-                min(args.test_budget, deadline - time.perf_counter()), args.test_workers, args.output / "gpu_tests.txt"
+                min(args.test_budget, time_left()), args.test_workers, args.output / "gpu_tests.txt"
             )
             print(f"exit status {visit['tests']['exit_status']}, {visit['tests']['outcome']}", flush=True)
             note()
-        if args.fill_caches:
-            visit["filled"] = fill_caches(scripts, probe["gpu"] is not None, deadline - time.perf_counter())
+        if args.fill_caches and time_left() > 60:
+            visit["filled"] = fill_caches(scripts, probe["gpu"] is not None, time_left())
             for run in visit["filled"]:
                 print(f"{run['script']}: {run.get('reason', 'compiled')} ({run['process_seconds']:.0f} s)", flush=True)
             note()
-        if args.scan:
+        if args.scan and time_left() > 60:
             print("the scan: ", end="", flush=True)
-            limit = min(args.scan_budget, deadline - time.perf_counter())
+            limit = min(args.scan_budget, time_left())
             visit["scan"] = run_scan(args.scan_lengths, limit, result_path("scan"))
             print(f"exit status {visit['scan']['exit_status']}", *visit["scan"]["lines"], sep="\n", flush=True)
             note()
-        cold = 20 if args.fill_caches else 60
         plan = [(s, v, r) for r in range(1, args.repeats + 1) for v in args.variants for s in scripts]
-        plans = [(options, plan)] if plan else []
+        plans = [(options, plan, 20 if args.fill_caches else 60)] if plan else []
         for script, changed in OTHERS if args.others else ():
-            arm = (script, args.variants[0], 1)
-            plans.append((dataclasses.replace(options, repeats=1, **changed), [arm]))
-        for own, plan in plans:
+            arms = [(script, args.variants[0], 1)] if script in scripts else []
+            plans.append((dataclasses.replace(options, repeats=1, **changed), arms, 60))
+        for own, plan, cold in plans:
             result, path = speed.new_result("speed", own, probe, device), result_path("speed")
             measured.append(result)
+
+            def note_run(result: dict = result, path: Path = path) -> None:
+                note()
+                speed.write(result, path)
+
             with speed.until_stopped(result, path):
-                speed.measure_all(own, plan, result, path, deadline, after_each=note, cold=cold)
+                speed.measure_all(own, plan, result, path, deadline, after_each=note_run, cold=cold)
         if args.warmup:
             result, path = speed.new_result("warmup", options, probe, device), result_path("warmup")
             with speed.until_stopped(result, path):

@@ -476,8 +476,9 @@ def scan_table(results: Path, part: str) -> str:
     for path, result in found:
         tables = [markdown(header, rows, scan.text_columns(header)) for header, rows in scan.tables_of(result, part)]
         notes = "; ".join(scan.notes_of(result)) if part == "scan" else ""
-        note = scan.caption(result, part) + (f" Without figures: {notes}." if notes else "")
-        parts += ["\n\n".join([*tables, f"{note} {footer(path, results, result)}"])] if tables else []
+        if tables:
+            note = scan.caption(result, part) + (f" Without figures: {notes}." if notes else "")
+            parts.append("\n\n".join([*tables, f"{note} {footer(path, results, result)}"]))
     return "\n\n".join(parts) or "No results yet: `python benchmarks/scan.py` makes them."
 
 

@@ -386,6 +386,12 @@ def test_the_readmes_tables(result, tmp_path):
     assert "episodes begin in 1% of the steps" in text and "Without figures: compiled loop: is unrolled; " in text
     assert "(benchmarks/results/scan_cpu.json)" in text
     assert "| one GRU | forward+backward | 19.0 | 14.0 |" in tables.TABLES["scan_snippet"](results)
+    # One of the snippet alone has nothing for the other tables
+    alone = speed.new_result("scan", scan.Args(), PROBE, "cpu") | {"started": "2999", "ended": "2999"}
+    alone["runs"] = [run for run in result["runs"] if run["model"] == "vmap, shared"]
+    alone["medians"] = scan.summarise(alone["runs"])
+    (results / "scan_alone.json").write_text(json.dumps(alone, default=str))
+    assert "19.0" in tables.TABLES["scan_snippet"](results) and "No results" in tables.TABLES["scan"](results)
 
 
 def test_a_picture_of_nothing_is_refused(result, tmp_path, capsys):
