@@ -166,7 +166,7 @@ def scripts_table(results: Path) -> str:
             rows[-1] += [show(line["fps"], 0) if line else "" for line in (own.get("eager"), fastest)]
     names = {"cpu": "CPU", "cuda": "GPU"}
     header += [f"steps/s, {names[device]}, {version}" for device in devices for version in ("eager", "compiled")]
-    # Of speeds only those that there are
+    # The table is wide: a speed that no script has takes no column
     kept = [any(cells) or not title.startswith("steps/s") for title, *cells in zip(header, *rows, strict=True)]
     header, *rows = ([cell for cell, is_kept in zip(row, kept, strict=True) if is_kept] for row in (header, *rows))
     note = (
@@ -182,7 +182,7 @@ def speed_table(results: Path) -> str:
     for path, result in newest(results, "speed", is_of_defaults):
         lines = summarise(result["runs"])
         has_share = any(line["share_of_arithmetic_limit"] for line in lines)
-        has_use = any(line["gpu_percent"] for line in lines)
+        has_use = any(line["gpu_percent"] is not None for line in lines)
         header = ["script", "variant", "environment", "steps/s", "range", "× eager", "warm-up, s", "memory, MB"]
         rows = []
         for line in lines:
@@ -195,7 +195,8 @@ def speed_table(results: Path) -> str:
                 row += [show(line["warmup_seconds"], 1), show(line["peak_memory_bytes"] / 1e6, 0)]
             share = line["share_of_arithmetic_limit"]
             row += [f"{share:.0%}" if share else ""] if has_share else []
-            rows.append(row + ([f"{line['gpu_percent']:.0f}%" if line["gpu_percent"] else ""] if has_use else []))
+            use = "" if line["gpu_percent"] is None else f"{line['gpu_percent']:.0f}%"
+            rows.append(row + ([use] if has_use else []))
         header += ["of the arithmetic limit"] * has_share + ["GPU used, of the time"] * has_use
         table = markdown(header, rows, 3)
         counts = sorted({line["runs"] for line in lines if line["runs"]}) or [0]

@@ -307,15 +307,18 @@ def test_newest_file_of_each_machine_and_script(results):
 
 def test_runs_with_other_flags_are_not_in_the_table(results):
     used = made_up_run("dqn", "cudagraphs", 1, 9000.0) | {"gpu_use": {"utilisation_percent": 17.4}}
-    usual = made_up_result("speed", [used], gpu="A GPU") | {"settings": {"num_envs": None, "flags": ""}}
+    idle = made_up_run("dqn", "compile", 1, 8000.0) | {"gpu_use": {"utilisation_percent": 0.0}}
+    unknown = made_up_run("dqn", "eager", 1, 6000.0) | {"gpu_use": None}
+    usual = made_up_result("speed", [used, idle, unknown], gpu="A GPU") | {"settings": {"num_envs": None, "flags": ""}}
     (results / "speed_gpu.json").write_text(json.dumps(usual))
     for name, changed in (("many", {"num_envs": 64}), ("flags", {"flags": "--tf32"})):
         other = made_up_result("speed", [made_up_run("dqn", "cudagraphs", 1, 7777.0)], "2027-01-01", gpu="A GPU")
         (results / f"speed_{name}.json").write_text(json.dumps(other | {"settings": changed}))
     text = tables.speed_table(results)
     assert "7,777" not in text + tables.scripts_table(results)
-    (row,) = [line for line in text.splitlines() if "9,000" in line]
-    assert row.endswith("| 17% |") and text.count("GPU used, of the time") == 1
+    ends = {line.split(" | ")[3]: line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| `dqn`")}
+    assert ends["9,000"] == "17% |" and ends["8,000"] == "0% |" and ends["6,000"] == " |"
+    assert text.count("GPU used, of the time") == 1
 
 
 def test_warmup_table(results):
