@@ -509,7 +509,7 @@ def why_not(transport: str) -> str | None:
 
 
 # ---- The processes of a run ----
-PATIENCE = 15.0  # seconds in which Ray has to end
+PATIENCE = 60.0  # seconds in which Ray, which may be starting, has to end
 
 
 class RunFailed(Exception):

@@ -403,9 +403,9 @@ class Program:
     def wait_for_episodes(self, processes: int) -> list[int]:
         """The agent and the observers, once the agent has worked for a while."""
         # Torch RPC waits for a second or two where a name server does not answer
-        pids = wait_until(lambda: self.children() if len(self.children()) == processes else None, seconds=60)
+        pids = wait_until(lambda: self.children() if len(self.children()) == processes else None, seconds=180)
         # The 14th field, user time, in ticks of 10 ms
-        wait_until(lambda: int(Path(f"/proc/{pids[AGENT]}/stat").read_text().rsplit(")", 1)[1].split()[11]) > 15, 60)
+        wait_until(lambda: int(Path(f"/proc/{pids[AGENT]}/stat").read_text().rsplit(")", 1)[1].split()[11]) > 15, 180)
         return pids
 
     def is_gone(self, pid: int) -> bool:

@@ -511,10 +511,10 @@ class Program:
                     pids.append(int(path.parent.name))
         return pids
 
-    def end(self, timeout=60):
+    def end(self, timeout=180):
         """Exit status and stderr, once it has ended and nothing of it is left."""
         err = self.process.communicate(timeout=timeout)[1]
-        wait_until(lambda: not self.left(), 60)
+        wait_until(lambda: not self.left(), 180)
         assert sorted(os.listdir("/dev/shm")) == self.shared_memory and not os.listdir(self.temporary)
         return self.process.returncode, err
 
@@ -566,7 +566,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
     output = tmp_path / "result.json"
     flags = ("--actors", 1, "--nodes", "--durations", 0.001, "--steps", 1, "--repeats", 100000, "--seconds", 0.01)
     run = program("ray_scaling", *flags, "--output", output)
-    wait_until(output.exists, 60)
+    wait_until(output.exists, 180)
     run.interrupt()
     status, err = run.end()
     assert status == 128 + signal.SIGINT and "Traceback" not in err
@@ -585,7 +585,7 @@ def test_agent_and_observers_in_ray(program, tmp_path):
         return json.loads((tmp_path / "report.json").read_text())
 
     wait_until((tmp_path / "report.json").exists, 180)
-    (agent,) = wait_until(lambda: [pid for pid in run.left() if title(pid).startswith("ray::RayAgent")], 120)
+    (agent,) = wait_until(lambda: [pid for pid in run.left() if title(pid).startswith("ray::RayAgent")], 180)
     os.kill(agent, signal.SIGKILL)
     assert run.end() == (1, "error: ray, run 2: Ray: agent: its process has ended\n")
     assert len(report()["runs"]) == 1 and report()["ended"] is None and report()["versions"]["ray"]
@@ -608,7 +608,7 @@ def test_nothing_outlives_a_killed_coordinator_of_ray(program, tmp_path):
     run = program(
         "agent_observer", "--transport", "ray", "--world-size", 3, "--output-file-path", tmp_path / "report.json"
     )
-    wait_until(lambda: any("raylet/raylet" in title(pid) for pid in run.left()), 60)
+    wait_until(lambda: any("raylet/raylet" in title(pid) for pid in run.left()), 180)
     run.process.kill()
     assert run.end()[0] == -signal.SIGKILL
 
