@@ -112,7 +112,7 @@ PLAN = [
             "flags": "--compile --num-actors 2",
             "env_id": "CartPole-v1",
             "steps": 500_000,
-            "seeds": [1, 2, 3],
+            "seeds": [*range(1, 9)],
         }
         for script in ("impala_ray_torchcompile", "appo_ray_torchcompile")
     ),

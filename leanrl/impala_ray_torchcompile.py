@@ -16,7 +16,10 @@ clipped ratios of probabilities, for what its own policy would have done, and ma
 
 PPO's published return at 500k steps (CleanRL): CartPole-v1 490 ± 6. Our own returns and fps are in the README.
 Without --num-actors the one actor is in this process, without Ray. Atari's games are EnvPool's, with the paper's
-learning rate and entropy (but Adam, and means for sums): --env-id Breakout-v5 --learning-rate 6e-4 --ent-coef 0.01.
+learning rate and entropy (but Adam, and means for sums):
+
+    python leanrl/impala_ray.py --env-id Breakout-v5 --learning-rate 6e-4 --ent-coef 0.01 --value-scale 1
+
 To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
@@ -124,10 +127,12 @@ class Args:
     """c̄: the same for the ratios in the trace, by which later errors reach back (at most ρ̄ in the paper)"""
     trace_lambda: Fraction = 1.0
     """λ, by which the trace decays further: c = λ min(c̄, ratio) (remark 2 of the paper)"""
-    ent_coef: NonNegative = 0.1
+    ent_coef: NonNegative = 0.03
     """weight of the entropy in the loss"""
     vf_coef: NonNegative = 0.5
     """weight of the value loss"""
+    value_scale: Positive = 10.0
+    """factor from the critic's output to the value: one far from 0, as CartPole's 100, is learned in fewer updates"""
     max_grad_norm: Positive = 40.0
     """norm at which the gradient is clipped"""
 
@@ -139,7 +144,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 9
+CHECKPOINT_FORMAT = 10
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -1296,7 +1301,8 @@ class CompiledIMPALAAgent(nn.Module):
         logits, value = self.policy_and_value(network, observation.flatten(0, 1))
         log_probs = F.log_softmax(logits, -1).unflatten(0, observation.shape[:2])[:-1]
         log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
-        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value.unflatten(0, observation.shape[:2])
+        value = self.args.value_scale * value.unflatten(0, observation.shape[:2])
+        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
 
     def impala_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of an actor-critic with V-trace (section 4.2), and what is logged of it; means over valid rows."""

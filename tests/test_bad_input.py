@@ -64,6 +64,7 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "q-lr": POSITIVE,
     "clip-coef": POSITIVE,
     "max-grad-norm": POSITIVE,
+    "value-scale": POSITIVE,
     "target-kl": POSITIVE,
     "ent-coef": NOT_NEGATIVE,
     "vf-coef": NOT_NEGATIVE,

@@ -222,6 +222,7 @@ def test_at_lag_0_it_is_a2c(script):
     batch = {name: tensor.double() for name, tensor in played.agent.batch.tensors.items()}
     network = played.network.double()
     logits, value = network(batch["observation"])
+    value = 10 * value  # --value-scale
     log_probs = torch.log_softmax(logits[:-1], -1)
     rows = batch["valid"] > 0
     log_prob = log_probs.gather(-1, batch["action"][..., None].long()).squeeze(-1)
