@@ -218,11 +218,11 @@ def test_the_stored_log_probability_is_the_recomputed_one(script):
 @each_script
 def test_at_lag_0_it_is_a2c(script):
     """Policy gradient with n-step advantages, squared error, entropy; by hand, from the batch's rows."""
-    played = Played(script)
+    played = Played(script, value_scale=3.0)
     batch = {name: tensor.double() for name, tensor in played.agent.batch.tensors.items()}
     network = played.network.double()
     logits, value = network(batch["observation"])
-    value = 10 * value  # --value-scale
+    value = 3 * value
     log_probs = torch.log_softmax(logits[:-1], -1)
     rows = batch["valid"] > 0
     log_prob = log_probs.gather(-1, batch["action"][..., None].long()).squeeze(-1)
@@ -235,11 +235,11 @@ def test_at_lag_0_it_is_a2c(script):
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     bonus = played.agent.args.ent_coef * entropy
     loss = (0.25 * advantage.square() - advantage.detach() * log_prob - bonus)[rows].mean()
-    ours, _ = Played(script).loss()
+    ours, _ = Played(script, value_scale=3.0).loss()
     assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
     theirs = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
-    other = Played(script)
+    other = Played(script, value_scale=3.0)
     if "compile" in script:
         gradient = torch.func.grad(lambda flat: other.agent.impala_loss(flat, other.agent.batch.tensors)[0])
         gradient = torch.cat([part.flatten() for part in other.agent.module.split(gradient(other.agent.network))])
