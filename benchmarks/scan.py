@@ -36,6 +36,7 @@ which JAX, too, chooses its number. Peak memory is what a call adds to the proce
 JAX's is by its compiler: temporary memory and outputs. The result is a JSON file, written anew after each process.
 """
 
+import itertools
 import os
 import shutil
 import signal
@@ -111,7 +112,9 @@ COLOURS = {
     "eager loop, recurrence only": "#e69f00",
     "compiled loop": "#7f7f7f",
     "captured loop": "#000000",
+    "native": "#b5a642",
     "native, padded": "#8c564b",
+    "native between resets": "#8c564b",
     "compiled operator": "#56b4e9",
     "scan": "#009e73",
     "compiled scan": "#0072b2",
@@ -417,8 +420,17 @@ def caption(result: Mapping, part: str) -> str:
 
 
 # ---- Picture ----
+CURVES = {  # of whole cells
+    "lru": ("eager loop", "eager loop, recurrence only", "scan", "compiled scan", "captured scan", "JAX scan"),
+    "mingru": ("compiled scan",),
+    "gru": ("eager loop", "native", "native, padded", "compiled operator"),
+    "lstm": ("eager loop", "native", "native, padded"),
+}
+STYLES = {"recurrence": "o-", "lru": "o-", "mingru": "v:", "gru": "s--", "lstm": "^-."}
+
+
 def plot(result: Mapping, output: Path) -> None:
-    """Draws time against length, forward with backward, at the usual batch: the recurrence, and whole cells."""
+    """Draws time against length, forward with backward: the recurrence and cells at one B, and cells at one B · T."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -427,45 +439,39 @@ def plot(result: Mapping, output: Path) -> None:
     share, sizes = main_share(lines), sizes_of(lines, LINEAR + GATED)
     if not sizes:
         fail("--plot: the result has no model with a length, forward and backward")
-    batch = sizes[0][2]
-    lines = [line for line in find(lines, batch=batch) if is_shown(line, share) and line["model"] not in SNIPPET]
-    cells = {
-        "lru": ("eager loop", "eager loop, recurrence only", "scan", "compiled scan", "captured scan", "JAX scan"),
-        "mingru": ("compiled scan",),
-        "gru": ("eager loop", "native, padded", "compiled operator"),
-        "lstm": ("eager loop", "native, padded"),
-    }
-    figure = Figure(figsize=(12, 6.8), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for axes, title, curves in (
-        (panels[0], "The recurrence alone", {"recurrence": ARMS}),
-        (panels[1], "Whole cells, with their projections", cells),
-    ):
+    batch, steps = sizes[0][2], result["settings"]["steps"]
+    lines = [line for line in lines if is_shown(line, share) and line["model"] not in SNIPPET]
+    second = [line for line in lines if line["length"] * line["batch"] == steps]
+    rows = [(f"B = {batch}", find(lines, batch=batch)), (f"B · T = {steps:,}", second)]
+    rows = rows[: 2 if len({line["length"] for line in second}) > 1 else 1]
+    columns = [("The recurrence alone", {"recurrence": ARMS}), ("Whole cells, projections included", CURVES)]
+    figure = Figure(figsize=(12, 2 + 5 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), len(columns), squeeze=False)
+    for axes, ((size, own), (name, curves)) in zip(panels.flat, itertools.product(rows, columns), strict=True):
         for model, arms in curves.items():
             for arm in arms:
-                points = sorted((line["length"], line["seconds"] * 1e3) for line in find(lines, model=model, arm=arm))
+                points = sorted((line["length"], line["seconds"] * 1e3) for line in find(own, model=model, arm=arm))
                 if points:
-                    label = arm if model == "recurrence" else f"{TITLES[model]}: {arm}"
-                    style = {"lru": "-", "recurrence": "-", "mingru": ":", "gru": "--", "lstm": "-."}[model]
-                    marker = {"lru": "o", "recurrence": "o", "mingru": "v", "gru": "s", "lstm": "^"}[model]
-                    look = {"color": COLOURS.get(arm, "#7f7f7f"), "linestyle": style, "marker": marker}
-                    axes.plot(*zip(*points), label=label, linewidth=1.8, markersize=5, **look)
+                    label = f"{arm}, no resets" if arm == "native" else arm
+                    label = label if model == "recurrence" else f"{TITLES[model]}: {label}"
+                    look = {"color": COLOURS[arm], "linewidth": 1.8, "markersize": 5}
+                    axes.plot(*zip(*points), STYLES[model], label=label, **look)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        lengths = sorted({line["length"] for line in lines})
+        lengths = sorted({line["length"] for line in own})
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.set_title(title, loc="left")
+        axes.set_title(f"{name}, {size}", loc="left")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.set_xlabel("steps T")
         axes.set_ylabel("forward and backward, ms")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-        if axes.lines:
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=10)
+        if axes.lines and own is rows[-1][1]:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False, fontsize=9)
     about = result["hardware"]
     threads = f"{about['torch_threads']} thread{'s' * (about['torch_threads'] > 1)}"
     host = about["gpu"] if result["device"] == "cuda" else f"{about['cpu']}, {threads}"
-    note = f"B = {batch}, width {result['settings']['size']}, episodes begin in {share:.0%} of the steps; {host}; "
+    note = f"Width {result['settings']['size']}, episodes begin in {share:.0%} of the steps; {host}; "
     figure.suptitle(f"{note}torch {result['versions']['torch']}", fontsize=10, x=0.01, ha="left")
     figure.savefig(output, dpi=150, metadata={"Software": None})
     print(f"time against length: {scrub(str(output))}")
