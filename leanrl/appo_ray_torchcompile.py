@@ -67,7 +67,7 @@ Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
 Actors = Annotated[int, ("must lie in [0, 10000]", 0, 10_000)]
-Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
+Positive = Annotated[float, ("must lie in (0, 1e30]", sys.float_info.min, 1e30)]
 NonNegative = Annotated[float, ("must lie in [0, 3.4e38]", 0, 3.4e38)]
 Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 
@@ -793,7 +793,7 @@ class RunError(Exception):
 class Actor:
     """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
 
-    Raises RuntimeError if the environments can't be made.
+    `start` raises RuntimeError if the environments can't be made.
 
     A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
     each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
@@ -807,26 +807,34 @@ class Actor:
 
             if ray.get_runtime_context().was_current_actor_reconstructed:
                 incarnation = time.time_ns()  # Ray restarts with the arguments of the start
-        self.args, self.network, self.act = args, build(), act
-        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
-        sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
+        self.args, self.make_envs, self.build, self.act, self.begins_at = args, make_envs, build, act, step
+        self.number, self.incarnation, self.sequence = number, incarnation, 0
+        self.version = self.envs = None
+
+    def start(self) -> None:
+        """Makes environments and policy: in a call, as Ray tells nothing of an actor that dies while it is made."""
+        args, step = self.args, self.begins_at
+        self.network = self.build()
+        sequence = np.random.SeedSequence([args.seed, self.number, self.incarnation, step])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said) if args.num_actors else contextlib.nullcontext():
-                self.envs = make_envs(args, seed, step)
-        except SystemExit:  # which Ray would answer with another process, and another
+                self.envs = self.make_envs(args, seed, step)
+        except SystemExit:  # which would end the process without a word of why
             if not args.num_actors:
                 raise
             said = " ".join(said.getvalue().split()).removeprefix("error: ")
             raise RuntimeError(said or "the environments end the process") from None
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
-            act(self.network, self.envs.observation, np.random.default_rng())
+            self.act(self.network, self.envs.observation, np.random.default_rng())
 
     def ready(self) -> int:
-        """Which of this actor's lives it is; answered when its environments are made."""
-        os.nice(4 * (self.version is None))  # one that starts goes before those at work: a lost one is back soon
+        """Which of this actor's lives it is; answered when it has started."""
+        if self.envs is None:
+            self.start()
+            os.nice(4)  # one that starts goes before those at work: a lost one is back soon
         return self.incarnation
 
     @torch.no_grad()
@@ -904,12 +912,12 @@ def ray_session(args: Args) -> Iterable[None]:
     import ray
 
     host, _, port = (args.ray_address or "").rpartition(":")
-    if "://" in (args.ray_address or ""):
-        fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
-    if port.isdecimal():  # where nobody answers, Ray would try for minutes
-        try:
+    if args.ray_address not in (None, "auto"):
+        if not (host and port.isdecimal()) or "://" in host:
+            fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
+        try:  # where nobody answers, Ray would try for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
     folder = None  # where the processes that are started here write
@@ -993,12 +1001,12 @@ class Ledger:
 
 
 class Fleet:
-    """The actors and the ledger of their fragments: each delivered is learned from once, each lost is counted.
+    """The actors and the ledger of their fragments: none delivered is learned from twice, each lost is counted.
 
     An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
-    hangs or raises is replaced, which costs the fragments of its calls in flight, no more; only if no actor can go on
-    does `take` raise RunError. Without Ray the one actor is called here, and its errors are the run's.
+    hangs or raises is replaced, which costs the fragments of its calls in flight, no more. If no actor can go on, or
+    Ray can't, `take` and `publish` raise RunError. Without Ray the one actor is called here; its errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
     about (2 A - 1) / --batch-fragments.
@@ -1035,6 +1043,7 @@ class Fleet:
             self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
         else:
             self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
+            self.actor.start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -1196,7 +1205,10 @@ class Fleet:
     def mend(self, seat: Seat, error: Exception, weights) -> None:
         """Does what the error of a call that was made with these weights asks for."""
         exceptions = self.ray.exceptions
-        if isinstance(error, exceptions.ActorUnavailableError):  # Ray restarts it, or the network is down: ask again
+        is_out = isinstance(error, exceptions.ActorUnavailableError)
+        if is_out and seat.incarnation is None:
+            self.replace(seat, f"dies while it starts, or is out of reach: {reason_of(error)}")
+        elif is_out:  # Ray restarts it, or the network is down: ask again
             if seat.is_ready:
                 self.note(seat, f"is dead or out of reach, and is asked again: {reason_of(error)}")
                 seat.heard_at = self.clock

@@ -60,7 +60,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
-Positive = Annotated[float, ("must be finite and above 0", sys.float_info.min, sys.float_info.max)]
+Positive = Annotated[float, ("must lie in (0, 1e30]", sys.float_info.min, 1e30)]
 NonNegative = Annotated[float, ("must lie in [0, 3.4e38]", 0, 3.4e38)]
 Fraction = Annotated[float, ("must lie in [0, 1]", 0, 1)]
 

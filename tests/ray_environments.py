@@ -25,10 +25,12 @@ class Faulty(gym.Env):
         if is_continuous:
             self.action_space = gym.spaces.Box(np.float32([-1, 0]), np.float32([0, 2]))
         self.fault = fault
-        if fault in ("start", "exit") and os.environ["LEANRL_TEST_LEARNER"] != str(os.getpid()):
+        if fault in ("start", "exit", "crash") and os.environ["LEANRL_TEST_LEARNER"] != str(os.getpid()):
             if fault == "exit":
                 print("error: --env-id: the emulator is not there", file=sys.stderr)
                 sys.exit(2)
+            if fault == "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the emulator\nis not there")
 
     def reset(self, *, seed=None, options=None):
@@ -64,6 +66,7 @@ for name, fault in (
     ("NaN", "nan"),
     ("Unstartable", "start"),
     ("Exiting", "exit"),
+    ("Crashing", "crash"),
 ):
     gym.register(f"{name}-v0", Faulty, kwargs={"fault": fault})
 gym.register("SoundContinuous-v0", Faulty, kwargs={"is_continuous": True})

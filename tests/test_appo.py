@@ -43,6 +43,7 @@ class Played:
         build = functools.partial(self.module.make_actor_critic, (3,), KINDS[kind])
         environments.Counter.forget()
         self.actor = self.module.Actor(self.args, environments_of, build, act, 0, 0, 0)
+        self.actor.start()
         if prepare:
             self.collect(0)
 
@@ -226,10 +227,18 @@ def test_actor_and_learner_normalise_alike(script):
 
 
 def test_rewards_are_in_deviations_of_the_return():
-    """Of the discounted sums of each environment's episodes, over fragments and without the rows that only reset."""
+    """Of the discounted sums of each environment's episodes, over fragments and without the rows that only reset.
+
+    An actor that has been replaced begins with episodes of its own.
+    """
     played = Played("appo_ray", "Continuous", prepare=False, num_envs=3, fragment_length=10)
     returns, seen = np.zeros(3), []
-    for version in range(4):
+    for version in range(6):
+        if version == 4:
+            assert (abs(returns) > 0.1).any() and (played.actor.lengths > 0).any(), "in the middle of episodes"
+            played.actor.envs = None
+            played.actor.start()
+            returns[:] = 0
         played.collect(version)
         for fragment in played.fragments:
             for t, i in np.ndindex(10, 3):

@@ -33,7 +33,7 @@ ON_POLICY = [script for script in ALL if script.startswith("ppo")]
 
 COUNT = ("must lie in [1, 2**31)", [0, -1, 2**31, 10**25])
 NATURAL = ("must lie in [0, 2**31)", [-1, 2**31, 10**25])
-POSITIVE = ("finite and above 0", [0, -0.1, "nan", "inf"])
+POSITIVE = ("must lie in (0, 1e30]", [0, -0.1, "nan", "inf", "1e31"])  # float32 has room for a tenth of Adam's, too
 NOT_NEGATIVE = ("must lie in [0, 3.4e38]", [-0.1, "nan", "inf", "1e39"])
 SHARE = ("[0, 1]", [-0.01, 1.01, "nan", "inf"])
 NUMBERS = {  # of each flag: what is allowed, and values that are not
@@ -342,8 +342,13 @@ def test_actors_that_cannot_be(refused, monkeypatch, script):
     assert err == "error: --ray-address 127.0.0.1:1: needs --num-actors of at least 1\n"
     err = refused(script, "--ray-address", "127.0.0.1:1", "--num-actors", 1)
     assert err.startswith("error: --ray-address 127.0.0.1:1: must be the address of a Ray cluster (")
-    err = refused(script, "--ray-address", "ray://head", "--num-actors", 1)  # with no port either
-    assert err == "error: --ray-address ray://head: must be HOST:PORT of a cluster's head, or auto\n"
+    err = refused(script, "--ray-address", f"{'x' * 70}:6379", "--num-actors", 1)  # no name of a host is that long
+    assert err.startswith(f"error: --ray-address {'x' * 70}:6379: must be the address of a Ray cluster (")
+    for address in ("ray://head", "ray://head:6379", "local", ":6379", "head:port"):
+        err = refused(script, "--ray-address", address, "--num-actors", 1)
+        assert err == f"error: --ray-address {address}: must be HOST:PORT of a cluster's head, or auto\n"
+    err = refused(script, "--ray-address=", "--num-actors", 1)
+    assert err == "error: --ray-address : must be HOST:PORT of a cluster's head, or auto\n"
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find_spec(name, *a))
     assert "--num-actors 2: needs the ray package: pip install ray" in refused(script, "--num-actors", 2)

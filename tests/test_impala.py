@@ -187,6 +187,7 @@ class Played:
                 self.agent.network.copy_(self.agent.module.flatten())
         build = functools.partial(self.module.make_network, (4,), 2)
         self.actor = self.module.Actor(self.args, self.module.GymEnvironments, build, self.module.act_discrete, 0, 0, 0)
+        self.actor.start()
         weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
         for i in range(2):
             self.agent.batch.fill(i, self.actor.sample(weights, 0))
@@ -303,6 +304,7 @@ def test_frames_make_the_stacks_that_envpool_shows():
         0,
         0,
     )
+    actor.start()
     seen = []
 
     def act(network, observation, rng):
@@ -336,6 +338,7 @@ def test_a_fragment_is_what_happened(kind):
     else:
         recipe = (module.BoundedEnvironments, lambda: module.make_actor_critic((3,), (3,)), module.act_continuous)
     actor = module.Actor(args, *recipe, 0, 0, 0)
+    actor.start()
     network = actor.network
     weights = [tensor.detach().numpy().copy() for tensor in (*network.parameters(), *network.buffers())]
     fragments = [actor.sample(weights, version) for version in range(20)]
@@ -567,7 +570,8 @@ def check_ledger(run, taken, lost_versions=0):
         1, lost_versions
     )
     assert summary["global_step"] == taken.steps, "steps of no other fragments count"
-    assert summary["lag_max"] <= 100 and summary["lag_min"] >= 0
+    # On average a call waits for no more versions than there are calls in flight
+    assert 0 <= summary["lag_min"] <= summary["lag_mean"] <= run.config["forced_lag"] + 2 * run.config["num_actors"]
     assert sum(line["length"] for line in run.episodes) <= summary["global_step"]
     return summary
 
@@ -612,12 +616,20 @@ def test_training_goes_on_when_actors_fail(launch, cluster, taken, name, cause):
     assert lines and all(cause in line for line in lines) and len(lines) <= 2 * summary["fragments_lost"]
 
 
-@pytest.mark.parametrize("name", ["Unstartable", "Exiting"])
-def test_an_environment_that_never_starts_ends_the_run(launch, cluster, name):
+@pytest.mark.parametrize(
+    "name, cause",
+    [
+        ("Unstartable", "failed: RuntimeError: --env-id ray_environments:Unstartable-v0: "),
+        ("Exiting", "failed: RuntimeError: --env-id: the emulator is not there"),
+        ("Crashing", "dies while it starts, or is out of reach: "),
+    ],
+)
+def test_an_environment_that_never_starts_ends_the_run(launch, cluster, name, cause):
     flags = fleet_flags("--total-timesteps", 900, "--num-actors", 1)
     run = launch("impala_ray", *flags, env_id=f"ray_environments:{name}-v0", raises=SystemExit)
     assert run.summary["status"] == "failed" and run.summary["global_step"] == 0
-    assert run.error.code.startswith("error: every actor fails time and again") and "the emulator" in run.error.code
+    assert run.error.code.startswith("error: every actor fails time and again; the last cause: actor 0 ")
+    assert cause in run.error.code and run.err.count(f"step 0: actor 0 {cause}") == 3, run.err
 
 
 def test_an_actor_for_which_there_is_no_processor(launch, cluster, taken, monkeypatch):
