@@ -61,7 +61,7 @@ import tyro
 from torch import Tensor, nn
 
 from ray_vector_env import describe, failure, running_ray
-from speed import fail, new_result, now, scrub, terminate_like_interrupt
+from speed import check_seconds, fail, new_result, now, scrub, terminate_like_interrupt
 from tables import COLOURS, load
 
 CONTEXT = multiprocessing.get_context("fork")  # shared memory and semaphores are inherited, so that none has a name
@@ -813,7 +813,8 @@ def check_args(args: Args, transports: Sequence[str], arguments: dict) -> None:
     for transport in transports:
         if transport not in CHOICES:
             fail(f"--transport {transport}: must be {', '.join(CHOICES)}, or several of them separated by commas")
-    for name in ("repeats", "episodes", "episode_steps", "timeout"):
+    check_seconds(args, "timeout")
+    for name in ("repeats", "episodes", "episode_steps"):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     if not (args.master_port.isdigit() and 0 < int(args.master_port) < 65536):

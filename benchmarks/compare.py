@@ -519,15 +519,12 @@ def check_args(args: Args, device: str) -> None:
     for name, least in (("num_envs", 1), ("seeds", 0)):
         if any(value < least for value in getattr(args, name)):
             fail(f"--{name.replace('_', '-')} {said(list(getattr(args, name)))}: must be at least {least} each")
-    for name in ("total_timesteps", "timeout"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    if args.total_timesteps is not None and args.total_timesteps < 1:
+        fail(f"--total-timesteps {args.total_timesteps}: must be above 0")
+    speed.check_seconds(args, "timeout")
     if device == "cpu" and any("cudagraphs" in variant for variant in args.variants):
         fail("--variants: cudagraphs needs a CUDA device and --cuda")
-    try:
-        words = shlex.split(args.flags)
-    except ValueError as error:
-        fail(f"--flags {args.flags}: {error}")
+    words = speed.split_flags(args.flags)
     for word in words:
         name = word.partition("=")[0].replace("_", "-").removeprefix("--").removeprefix("no-")
         if word.startswith("--") and name in OWN_FLAGS:

@@ -46,6 +46,7 @@ from speed import (
     PROBE,
     ask,
     check_output,
+    check_seconds,
     fail,
     finished,
     median,
@@ -380,9 +381,7 @@ def check_args(args: CompileArgs) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-    for name in ("timeout", "seconds"):
-        if getattr(args, name) <= 0:
-            fail(f"--{name} {getattr(args, name)}: must be above 0")
+    check_seconds(args, "timeout", "seconds")
     for name in ("backend", *SIZES.values()):
         if getattr(args, name, None) == ():
             fail(f"--{name.replace('_', '-')}: must be followed by at least one value")

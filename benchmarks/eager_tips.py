@@ -34,6 +34,7 @@ from speed import (
     PROBE,
     ask,
     check_output,
+    check_seconds,
     fail,
     finished,
     median,
@@ -418,9 +419,7 @@ def main(args: Args) -> None:
         return show_pairs(args.tips)
     if args.repeats < LEAST_RUNS:
         fail(f"--repeats {args.repeats}: must be at least {LEAST_RUNS}")
-    for name in ("seconds", "timeout"):
-        if getattr(args, name) <= 0:
-            fail(f"--{name} {getattr(args, name)}: must be above 0")
+    check_seconds(args, "seconds", "timeout")
     probe = ask(PROBE)
     device = "cuda" if probe["gpu"] and not args.cpu else "cpu"
     output = args.output or result_path("eager_tips", device, probe)

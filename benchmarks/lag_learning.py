@@ -58,10 +58,12 @@ def returns(results: Path) -> dict[tuple[str, bool, int], list[float]]:
     """The mean returns of the last 100 episodes by script, whether with V-trace, and lag; one a seed."""
     found = {}
     for path in sorted(results.glob("*.json")):
-        result = json.loads(path.read_text())
-        arguments = result["arguments"]
-        key = (result["script"], arguments["vtrace"], arguments["forced_lag"])
-        found.setdefault(key, []).append(result["return_last_100"])
+        try:
+            result = json.loads(path.read_text())
+            key = (result["script"], result["arguments"]["vtrace"], result["arguments"]["forced_lag"])
+            found.setdefault(key, []).append(result["return_last_100"])
+        except (ValueError, LookupError, TypeError):
+            fail(f"--results {results}: {path.name} is no result of this program")
     return found
 
 
@@ -88,7 +90,10 @@ def draw(args: Args) -> None:
         if axes.lines[1:]:
             axes.legend()
     figure.axes[0].set_ylabel("return, last 100 episodes")
-    figure.savefig(args.plot, dpi=150, metadata={"Software": None})
+    try:
+        figure.savefig(args.plot, format="png", dpi=150, metadata={"Software": None})
+    except OSError as error:
+        fail(f"--plot {args.plot}: must be a file in a folder that can be written to ({error.strerror})")
     print(f"return by lag: {args.plot}")
 
 

@@ -114,7 +114,7 @@ PLAN = [
             "steps": 500_000,
             "seeds": seeds,
         }
-        for script, seeds in (("impala_ray_torchcompile", [*range(1, 9)]), ("appo_ray_torchcompile", [1, 2, 3]))
+        for script, seeds in (("impala_ray_torchcompile", [*range(1, 9)]), ("appo_ray_torchcompile", [*range(1, 9)]))
     ),
     {
         "script": "appo_ray_torchcompile",

@@ -15,7 +15,6 @@ when the host waits for each; the number of its nodes, and those that take longe
 import collections
 import importlib
 import json
-import shlex
 import signal
 import sys
 import tempfile
@@ -169,7 +168,7 @@ def main(args: Args) -> None:
         args.steps or speed.WORKLOADS[script].steps(args.variant, device),
     )
     flags = [*speed.FLAGS.get(args.variant, []), *speed.lengths(script, *speed.whole_lengths(script, steps, None, ""))]
-    flags += shlex.split(args.flags)
+    flags += speed.split_flags(args.flags)
     result = speed.new_result("profile", args, probe, device)
     result |= {"flags": flags, "runs": []}  # a profile is one run, and has no median
 

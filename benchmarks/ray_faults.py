@@ -9,7 +9,6 @@ The share is the median of the ratios taken pair by pair. The result is a JSON f
 
 import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from speed import (
     SCRIPTS,
     ask,
     check_output,
+    check_seconds,
     fail,
     median,
     new_result,
@@ -35,6 +35,7 @@ from speed import (
     save,
     scrub,
     show,
+    split_flags,
     stop,
     terminate_like_interrupt,
     until_stopped,
@@ -192,7 +193,9 @@ def main(args: Args) -> None:
     terminate_like_interrupt()
     if not args.script.removesuffix("_torchcompile").endswith("_ray") or not (SCRIPTS / f"{args.script}.py").is_file():
         fail(f"--script {args.script}: must be a script with actors")
-    for name in ("num_actors", "interval", "kills", "repeats"):
+    check_seconds(args, "interval")
+    own_flags = split_flags(args.flags)
+    for name in ("num_actors", "kills", "repeats"):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     probe = ask(PROBE)
@@ -203,7 +206,7 @@ def main(args: Args) -> None:
     with tempfile.TemporaryDirectory() as folder, until_stopped(result, output, write, print_result):
         stamps = Path(folder, "stamps.jsonl")
         flags = ["--num-actors", str(args.num_actors), "--total-timesteps", str(2**31 - 1), "--output-dir", folder]
-        flags += shlex.split(args.flags)
+        flags += own_flags
         program = PROGRAM.format(folder=str(SCRIPTS), name=args.script, stamps=str(stamps), flags=flags)
         process = subprocess.Popen(
             [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True

@@ -26,6 +26,7 @@ from speed import (
     Variant,
     ask,
     check_output,
+    check_seconds,
     fail,
     failures_of,
     finished,
@@ -147,6 +148,9 @@ def write(result: dict, path: Path) -> None:
 
 def main(args: Args) -> None:
     terminate_like_interrupt()
+    check_seconds(args, "timeout")
+    if not args.tasks:
+        fail("--tasks: must be followed by at least one value")
     for task in args.tasks:
         if task not in TASKS:
             fail(f"--tasks {task}: must be one of {', '.join(TASKS)}")

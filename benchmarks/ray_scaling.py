@@ -58,6 +58,7 @@ from ray_vector_env import RayVectorEnv, running_ray
 from speed import (
     RESULTS,
     check_output,
+    check_seconds,
     fail,
     median,
     new_result,
@@ -553,16 +554,14 @@ def check_args(args: Args) -> None:
     for name, least in (("actors", 0), ("cores_per_node", 1), ("observation_size", 1), ("repeats", 1)):
         if getattr(args, name) < least:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    for name in ("seconds", "limit_seconds"):
-        if not getattr(args, name) > 0:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    check_seconds(args, "seconds", "limit_seconds")
     for name, least in (("nodes", 2), ("steps", 1)):
         for value in getattr(args, name):
             if value < least:
                 fail(f"--{name} {value}: must be at least {least}")
     for value in args.durations:
-        if not value > 0:
-            fail(f"--durations {value:g}: must be above 0")
+        if not 0 < value <= 1e6:
+            fail(f"--durations {value:g}: must be above 0 and at most 1e6 s")
     for name in ("durations", "steps"):
         if not getattr(args, name):
             fail(f"--{name}: must be followed by at least one value")

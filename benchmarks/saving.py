@@ -7,7 +7,6 @@ The two kinds of runs take turns; the loss is the median of those within the tur
 """
 
 import json
-import shlex
 import signal
 import statistics
 import sys
@@ -16,7 +15,20 @@ from pathlib import Path
 
 import tyro
 
-from speed import PROBE, ask, fail, find_scripts, finished, lengths, new_result, now, result_path, run_script
+from speed import (
+    PROBE,
+    ask,
+    check_seconds,
+    fail,
+    find_scripts,
+    finished,
+    lengths,
+    new_result,
+    now,
+    result_path,
+    run_script,
+    split_flags,
+)
 
 
 @dataclass
@@ -38,13 +50,14 @@ class Args:
 
 
 def main(args: Args) -> None:
-    for name in ("save_every", "steps", "repeats", "timeout"):
+    check_seconds(args, "timeout")
+    for name in ("save_every", "steps", "repeats"):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
     (script,), probe = find_scripts([args.script], "--script"), ask(PROBE)
     device = "cuda" if probe["gpu"] else "cpu"
     output, result = args.output or result_path("saving", device, probe), new_result("saving", args, probe, device)
-    common = ["--compile", *lengths(script, 1_000, args.steps), *shlex.split(args.flags)]
+    common = ["--compile", *lengths(script, 1_000, args.steps), *split_flags(args.flags)]
     losses = []
     for repeat in range(1, args.repeats + 1):
         for saves in (False, True):

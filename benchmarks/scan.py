@@ -54,6 +54,7 @@ from speed import (
     PROBE,
     ask,
     check_output,
+    check_seconds,
     fail,
     new_result,
     print_table,
@@ -483,9 +484,7 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             fail(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-    for name in ("seconds", "limit_seconds", "timeout"):
-        if not getattr(args, name) > 0:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    check_seconds(args, "seconds", "limit_seconds", "timeout")
     for name in args.arms:
         if name not in ARMS:
             fail(f"--arms {name}: must be one of {', '.join(ARMS)}")

@@ -155,6 +155,21 @@ def fail(message: str) -> NoReturn:
     sys.exit(print(f"error: {message}", file=sys.stderr) or 2)
 
 
+def check_seconds(args: object, *names: str) -> None:
+    """Ends the program with exit status 2 unless these arguments are times that can be waited for."""
+    for name in names:
+        if not 0 < getattr(args, name) <= 1e6:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0 and at most 1e6 s")
+
+
+def split_flags(flags: str) -> list[str]:
+    """The words of --flags; ends the program with exit status 2 if a quotation is open."""
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        fail(f"--flags {flags}: {error}")
+
+
 # ---- Processes ----
 def stop(process: subprocess.Popen) -> None:
     """Ends a process that has a group of its own, and all that it started."""
@@ -575,9 +590,11 @@ def find_scripts(names: Sequence[str], flag: str = "--scripts") -> list[str]:
 
 
 def check_args(args: Args, device: str) -> None:
-    for name in ("repeats", "num_envs", "steps", "timeout"):
+    check_seconds(args, "timeout")
+    for name in ("repeats", "num_envs", "steps"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    split_flags(args.flags)
     if args.learning_starts is not None and args.learning_starts < 0:
         fail(f"--learning-starts {args.learning_starts}: must be at least 0")
     if device == "cpu" and any("cudagraphs" in variant for variant in args.variants):

@@ -112,7 +112,7 @@ class Args:
     """fragments in a batch; none is in two of them"""
     gamma: Fraction = 0.99
     """discount factor, per step"""
-    learning_rate: Positive = 2e-3
+    learning_rate: Positive = 1e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run"""
@@ -128,7 +128,7 @@ class Args:
     """weight of the entropy in the loss"""
     vf_coef: NonNegative = 0.5
     """weight of the value loss"""
-    value_scale: Positive = 10.0
+    value_scale: Positive = 20.0
     """factor from the critic's output to the value: one far from 0, as CartPole's 100, is learned in fewer updates"""
     max_grad_norm: Positive = 40.0
     """norm at which the gradient is clipped"""

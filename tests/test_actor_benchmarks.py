@@ -50,7 +50,13 @@ def test_what_kills_cost_is_the_median_of_pairs():
 
 @pytest.mark.parametrize(
     "args, words",
-    [({"script": "ppo"}, "--script ppo: must be a script with actors"), ({"kills": 0}, "--kills 0: must be above 0")],
+    [
+        ({"script": "ppo"}, "--script ppo: must be a script with actors"),
+        ({"kills": 0}, "--kills 0: must be above 0"),
+        ({"interval": float("nan")}, "--interval nan: must be above 0 and at most 1e6 s"),
+        ({"interval": float("inf")}, "--interval inf: must be above 0 and at most 1e6 s"),
+        ({"flags": "'"}, "--flags ': No closing quotation"),
+    ],
 )
 def test_faults_that_cannot_be_measured(capsys, args, words):
     with pytest.raises(SystemExit) as error:
@@ -105,6 +111,9 @@ def test_learners_are_timed(tmp_path, monkeypatch, capsys):
     "args, words",
     [
         ({"tasks": ("Pong",)}, "--tasks Pong: must be one of IMPALA, CartPole-v1"),
+        ({"tasks": ()}, "--tasks: must be followed by at least one value"),
+        ({"timeout": float("nan")}, "--timeout nan: must be above 0 and at most 1e6 s"),
+        ({"timeout": -1.0}, "--timeout -1: must be above 0 and at most 1e6 s"),
         ({"repeats": 0}, "--repeats 0: must be at least 1"),
         ({"variants": ("cudagraphs",), "cuda": False}, "--variants cudagraphs: needs a CUDA device"),
     ],
@@ -156,3 +165,10 @@ def test_table_and_plot_of_lags(tmp_path, capsys):
     with pytest.raises(SystemExit):
         lag_learning.main(lag_learning.Args(results=tmp_path / "none", plot=tmp_path / "lag.png"))
     assert "--plot: there are no results in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        lag_learning.main(lag_learning.Args(results=folder, plot=tmp_path / "nowhere" / "lag.png"))
+    assert "lag.png: must be a file in a folder that can be written to (No such file" in capsys.readouterr().err
+    (folder / "other.json").write_text('{"script": "ppo", "arguments": {}}')
+    with pytest.raises(SystemExit):
+        lag_learning.main(lag_learning.Args(results=folder, plot=tmp_path / "lag.png"))
+    assert "other.json is no result of this program" in capsys.readouterr().err
