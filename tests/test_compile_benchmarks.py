@@ -447,7 +447,7 @@ def test_rllibs_options_work():
         ({"num_iters": 0}, "--num-iters 0: must be at least 1"),
         ({"burn_in": -1}, "--burn-in -1: must be at least 0"),
         ({"threads": 0}, "--threads 0: must be at least 1"),
-        ({"seconds": 0.0}, "--seconds 0.0: must be above 0"),
+        ({"seconds": 0.0}, "--seconds 0: must be above 0"),
         ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
         ({"output": Path(__file__)}, "must be a result file of the kind compile_inference"),
         ({"plot": Path("no", "folder.png")}, "--plot no/folder.png: must be a file in a folder that can be written to"),

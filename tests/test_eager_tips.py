@@ -190,7 +190,7 @@ def test_a_measurement_from_end_to_end(tmp_path, monkeypatch, capsys):
     [
         ({"tips": ("item", "itm")}, "--tips itm: must be one of device, pinned, item"),
         ({"repeats": 4}, "--repeats 4: must be at least 5"),
-        ({"seconds": 0.0}, "--seconds 0.0: must be above 0"),
+        ({"seconds": 0.0}, "--seconds 0: must be above 0"),
         ({"tips": ()}, "--tips: must be followed by at least one tip"),
         ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
         ({"output": Path(__file__)}, "must be a result file of the kind eager_tips"),

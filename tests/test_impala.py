@@ -441,13 +441,13 @@ def test_resume_goes_on(launch, monkeypatch, script):
     cluster, too. The summary counts what was before, too."""
     run = launch(script, *small())
     module, numbers = importlib.import_module(script), []
-    begin = module.Actor.__init__
+    begin = module.Actor.start
 
-    def begin_and_draw(actor, *args, **kwargs):
-        begin(actor, *args, **kwargs)
+    def begin_and_draw(actor):
+        begin(actor)
         numbers.append(copy.deepcopy(actor.rng).random())
 
-    monkeypatch.setattr(module.Actor, "__init__", begin_and_draw)
+    monkeypatch.setattr(module.Actor, "start", begin_and_draw)
     launch(script, *small())
     config = run.config | {"resume": str(run.folder), "total_timesteps": 400, "actor_timeout": 30}
     module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
