@@ -112,9 +112,9 @@ PLAN = [
             "flags": "--compile --num-actors 2",
             "env_id": "CartPole-v1",
             "steps": 500_000,
-            "seeds": seeds,
+            "seeds": [*range(1, 9)],
         }
-        for script, seeds in (("impala_ray_torchcompile", [*range(1, 9)]), ("appo_ray_torchcompile", [*range(1, 9)]))
+        for script in ("impala_ray_torchcompile", "appo_ray_torchcompile")
     ),
     {
         "script": "impala_ray_torchcompile",

@@ -594,7 +594,7 @@ def check_args(args: Args, device: str) -> None:
     for name in ("repeats", "num_envs", "steps"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    split_flags(args.flags)
+    split_flags(args.flags)  # before anything has been measured
     if args.learning_starts is not None and args.learning_starts < 0:
         fail(f"--learning-starts {args.learning_starts}: must be at least 0")
     if device == "cpu" and any("cudagraphs" in variant for variant in args.variants):

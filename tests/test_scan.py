@@ -398,6 +398,26 @@ def test_the_readmes_tables(result, tmp_path):
     assert "19.0" in tables.TABLES["scan_snippet"](results) and "No results" in tables.TABLES["scan"](results)
 
 
+def test_what_a_picture_shows(result, tmp_path, monkeypatch):
+    """Native layers, too; and a second row where there are two lengths of one B · T, each size in its own row."""
+    figures = []
+    module = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(module.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    scan.plot(result, tmp_path / "plot.png")
+    other = {"model": "lru", "length": 64, "batch": 1024, "status": "finished", "lines": [line("scan", 0.5)]}
+    result["medians"] = scan.summarise([*result["runs"], other])
+    scan.plot(result, tmp_path / "plot.png")
+    one, two = (figure.axes for figure in figures)
+    cells = "Whole cells, projections included"
+    assert [axes.get_title("left") for axes in one] == ["The recurrence alone, B = 4", f"{cells}, B = 4"]
+    titles = ["The recurrence alone, B · T = 65,536", f"{cells}, B · T = 65,536"]
+    assert [axes.get_title("left") for axes in two[2:]] == titles
+    shown = {drawn.get_label(): drawn.get_xydata().round(3).tolist() for drawn in two[1].lines}
+    assert shown["GRU: native, no resets"] == [[4096, 123.4]] and shown["LRU: scan"] == [[64, 0.123], [4096, 20]]
+    (drawn,) = two[3].lines
+    assert drawn.get_label() == "LRU: scan" and drawn.get_xydata().tolist() == [[64, 500], [4096, 20]]
+
+
 def test_a_picture_of_nothing_is_refused(result, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     scan.plot(result, tmp_path / "plot.png")
