@@ -726,8 +726,9 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
 
     def end_step_and_remove(run, losses, **values):
         assert time.monotonic() < deadline, (removed, [seat.incarnation for seat in run.fleet_seats])
-        delivering = len({seat.number for seat in run.fleet_seats if seat.incarnation is not None})
-        if delivering == 3 and run.global_step > 3000 * (1 + 3 * len(removed)) and nodes:
+        # At first all three must deliver; later there is room for two
+        is_placed = removed or all(seat.incarnation is not None for seat in run.fleet_seats)
+        if is_placed and run.global_step > 3000 * (1 + 3 * len(removed)) and nodes:
             removed.append(run.global_step)
             if len(removed) == 2:
                 monkeypatch.setattr(module, "PATIENCE", 1)
