@@ -722,16 +722,16 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
     """First a node with one of three actors goes, which the other two survive; then theirs, too."""
     module, removed = importlib.import_module("impala_ray"), []
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8), cluster.actors_node]
-    end_step, deadline = module.Run.end_step, time.monotonic() + 240
+    end_step, deadline = module.Run.end_step, time.monotonic() + 600
 
     def end_step_and_remove(run, losses, **values):
         assert time.monotonic() < deadline, (removed, [seat.incarnation for seat in run.fleet_seats])
         # At first all three must deliver; later there is room for two
         is_placed = removed or all(seat.incarnation is not None for seat in run.fleet_seats)
-        if is_placed and run.global_step > 3000 * (1 + 3 * len(removed)) and nodes:
+        if is_placed and run.global_step > 3000 * (1 + len(removed)) and nodes:
             removed.append(run.global_step)
             if len(removed) == 2:
-                monkeypatch.setattr(module, "PATIENCE", 1)
+                monkeypatch.setattr(module, "PATIENCE", -57)  # so that all are given up after 3 s
             cluster.remove_node(nodes.pop(0), allow_graceful=False)
         end_step(run, losses, **values)
 
@@ -740,10 +740,10 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
         module.Fleet, "__enter__", lambda fleet: (setattr(fleet.run, "fleet_seats", fleet.seats), enter(fleet))[1]
     )
     monkeypatch.setattr(module.Run, "end_step", end_step_and_remove)
-    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**9, "--actor-timeout", 3)
+    flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**9, "--actor-timeout", 60)
     run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
     summary = check_ledger(run, taken)
-    assert len(removed) == 2 and removed[1] >= 12_000 and summary["status"] == "failed"
+    assert len(removed) == 2 and removed[1] >= 6_000 and summary["status"] == "failed"
     assert run.error.code.startswith("error: no actor answers any more; the last cause: actor")
     assert summary["global_step"] == run.metrics[-1]["global_step"] // 100 * 100 + summary["global_step"] % 100
     assert summary["fragments_lost"] <= 2 * 3
