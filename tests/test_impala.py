@@ -720,7 +720,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(start, cluster, tmp_path, s
 
 def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster, taken, monkeypatch):
     """First a node with one of three actors goes, which the other two survive; then theirs, too."""
-    module, removed = importlib.import_module("impala_ray"), []
+    module, removed, taken_then = importlib.import_module("impala_ray"), [], []
     nodes = [cluster.add_node(num_cpus=1, object_store_memory=10**8), cluster.actors_node]
     end_step, deadline = module.Run.end_step, time.monotonic() + 600
 
@@ -730,6 +730,7 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
         is_placed = removed or all(seat.incarnation is not None for seat in run.fleet_seats)
         if is_placed and run.global_step > 3000 * (1 + len(removed)) and nodes:
             removed.append(run.global_step)
+            taken_then.append(len(taken))
             if len(removed) == 2:
                 monkeypatch.setattr(module, "PATIENCE", -57)  # so that all are given up after 3 s
             cluster.remove_node(nodes.pop(0), allow_graceful=False)
@@ -743,7 +744,10 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
     flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**9, "--actor-timeout", 60)
     run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
     summary = check_ledger(run, taken)
-    assert len(removed) == 2 and removed[1] >= 6_000 and summary["status"] == "failed"
+    assert len(removed) == 2 and summary["status"] == "failed"
+    first, second = taken_then
+    late = [stamp[0] for stamp in taken[first:second]][10:]  # without what was in flight at the first removal
+    assert len(late) > 10 and len(set(late)) == 2, "the two that have survived, and they alone"
     assert run.error.code.startswith("error: no actor answers any more; the last cause: actor")
     assert summary["global_step"] == run.metrics[-1]["global_step"] // 100 * 100 + summary["global_step"] % 100
     assert summary["fragments_lost"] <= 2 * 3
