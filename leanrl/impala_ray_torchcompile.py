@@ -1298,15 +1298,14 @@ class CompiledIMPALAAgent(nn.Module):
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the actions, and the value; [B, ...] -> [B, actions], [B]."""
-        if observation.ndim == 4:
-            observation = observation.contiguous(memory_format=torch.channels_last)  # fastest for convolutions
         return self.module(network, observation)
 
     def observations(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What the network sees, stacked where it is frames; [T + 1, B, ...]."""
+        """What the network sees; frames are stacked, channels last, for fast convolutions; [T + 1, B, ...]."""
         if "frame" not in batch:
             return batch["observation"]
-        return batch["observation"][batch["frame"], torch.arange(batch["frame"].shape[1], device=self.device)[:, None]]
+        frames, columns = batch["observation"], torch.arange(batch["frame"].shape[1], device=self.device)
+        return torch.stack([frames[rows, columns].float() for rows in batch["frame"].unbind(-1)], -1).movedim(-1, 2)
 
     def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Log-probabilities of actions, the policy's entropy, and the value; -> [T, B], [T, B], [T + 1, B]."""

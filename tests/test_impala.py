@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -288,6 +289,18 @@ def test_frames_are_stacked_as_the_emulator_does():
             stack[n] = [t + 1] * 4 if is_new[t, n] else [*stack[n][1:], t + 1]
         expected.append([list(frames) for frames in stack])
     np.testing.assert_array_equal(module.stacked_frames(is_new, 4), np.array(expected) + 3)
+
+
+@pytest.mark.parametrize("script", ["impala_ray", "impala_ray_torchcompile", "appo_ray", "appo_ray_torchcompile"])
+def test_a_learner_sees_the_frames_stacked(script):
+    module = importlib.import_module(script)
+    agent = next(value for name, value in vars(module).items() if name.endswith("Agent") and value.__module__ == script)
+    rng = np.random.default_rng(0)
+    frames = torch.tensor(rng.integers(256, size=(9, 3, 84, 84)), dtype=torch.uint8)
+    rows = torch.tensor(rng.integers(9, size=(6, 3, 4)))
+    seen = agent.observations(SimpleNamespace(device=CPU), {"observation": frames, "frame": rows})
+    expected = torch.stack([torch.stack([frames[rows[:, n, k], n] for k in range(4)], 1) for n in range(3)], 1)
+    assert torch.equal(seen.to(torch.uint8), expected)
 
 
 def test_frames_make_the_stacks_that_envpool_shows():
