@@ -793,29 +793,21 @@ class RunError(Exception):
 class Actor:
     """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
 
-    `start` raises RuntimeError if the environments can't be made.
+    `start` raises RuntimeError if the environments can't be made. The spare one has not been started.
 
     A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
     each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
     """
 
-    def __init__(
-        self, args: Args, make_envs: Callable, build: Callable, act: Callable, number: int, incarnation: int, step: int
-    ):
-        if args.num_actors:
-            import ray
+    def __init__(self, args: Args, make_envs: Callable, build: Callable, act: Callable):
+        self.args, self.make_envs, self.build, self.act = args, make_envs, build, act
+        self.number = self.envs = None
 
-            if ray.get_runtime_context().was_current_actor_reconstructed:
-                incarnation = time.time_ns()  # Ray restarts with the arguments of the start
-        self.args, self.make_envs, self.build, self.act, self.begins_at = args, make_envs, build, act, step
-        self.number, self.incarnation, self.sequence = number, incarnation, 0
-        self.version = self.envs = None
-
-    def start(self) -> None:
+    def start(self, number: int, incarnation: int, step: int) -> None:
         """Makes environments and policy: in a call, as Ray tells nothing of an actor that dies while it is made."""
-        args, step = self.args, self.begins_at
-        self.network = self.build()
-        sequence = np.random.SeedSequence([args.seed, self.number, self.incarnation, step])
+        args, self.network = self.args, self.build()
+        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
+        sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
         said = io.StringIO()
         try:
@@ -830,12 +822,18 @@ class Actor:
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             self.act(self.network, self.envs.observation, np.random.default_rng())
 
-    def ready(self) -> int:
-        """Which of this actor's lives it is; answered when it has started."""
-        if self.envs is None:
-            self.start()
-            os.nice(4)  # one that starts goes before those at work: a lost one is back soon
+    def ready(self, number: int, incarnation: int, step: int) -> int:
+        """Which of the lives of the actor of this number it is; answered when it has started."""
+        if self.number != number:
+            is_idle = self.envs is None
+            if not is_idle:  # it was out of reach, and has become the spare one
+                self.envs.close()
+            self.start(number, incarnation, step)
+            os.nice(4 * is_idle)  # one that starts goes before those at work: a lost one is back soon
         return self.incarnation
+
+    def stand_by(self) -> None:
+        """Answered when this process has imported what it needs, which takes longest of a start."""
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
@@ -924,8 +922,8 @@ def ray_session(args: Args) -> Iterable[None]:
     held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
     options = {"address": args.ray_address or "local"}
-    if not args.ray_address:  # a CPU for each actor, that all may start however few there are
-        options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count(), args.num_actors)}
+    if not args.ray_address:  # a CPU for each actor and for a spare one, that all may start however few there are
+        options |= {"include_dashboard": False, "num_cpus": args.num_actors + 1}
     try:
         try:  # Ray sets handlers of its own
             with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):
@@ -953,11 +951,11 @@ def ray_session(args: Args) -> Iterable[None]:
 class Seat:
     """The place of one actor: the process that holds it, and what is known of that."""
 
-    number: int
+    number: int | None  # None: the spare one's
     actor: object = None  # Ray's handle; None while nobody holds the seat
     # Calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference
     calls: list = field(default_factory=list)
-    lives: int = 0  # processes that the learner has asked for
+    lives: int = 0  # times that it has been asked to start
     incarnation: int | None = None  # the life that answered last; None if none of this process
     is_ready: bool = False  # whether it has answered since it was started, or since it was unavailable
     failures: int = 0  # times that it has failed since it last delivered
@@ -1005,8 +1003,9 @@ class Fleet:
 
     An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
-    hangs or raises is replaced, which costs the fragments of its calls in flight, no more. If no actor can go on, or
-    Ray can't, `take` and `publish` raise RunError. Without Ray the one actor is called here; its errors are the run's.
+    hangs or raises is replaced, which costs the fragments of its calls in flight, no more; by the spare actor, where
+    there is a CPU for one, at once. If no actor can go on, or Ray can't, `take` and `publish` raise RunError. Without
+    Ray the one actor is called here; its errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
     about (2 A - 1) / --batch-fragments.
@@ -1019,6 +1018,7 @@ class Fleet:
         self.taken = 0  # fragments since the last version of the weights, which the next is learned from
         self.sequences = {}  # last of each incarnation of an actor
         self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
+        self.spare = Seat(None)
         self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
         self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds, as `wait` counts them
         self.head_failures = 0  # in a row
@@ -1042,8 +1042,8 @@ class Fleet:
             # Ray restarts a process that has died but repeats no call (max_task_retries=0): steps can't be taken back
             self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
         else:
-            self.actor = Actor(*self.recipe, number=0, incarnation=0, step=self.run.global_step)
-            self.actor.start()
+            self.actor = Actor(*self.recipe)
+            self.actor.start(number=0, incarnation=0, step=self.run.global_step)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -1053,7 +1053,7 @@ class Fleet:
         (self.raylet if self.seats else self.actor.envs).close()
         self.published.clear()
         self.orphans.clear()
-        for seat in self.seats:
+        for seat in (*self.seats, self.spare):
             seat.calls.clear()
             if seat.actor is not None:
                 with contextlib.suppress(self.ray.exceptions.RayError):
@@ -1107,8 +1107,9 @@ class Fleet:
             self.ask_head()
             for seat in self.seats:
                 self.tend(seat)
+            self.tend_spare()
             # Of each actor only the oldest call, as Ray may show a later one as done before it
-            waiting = {seat.calls[0][0]: seat for seat in self.seats if seat.calls}
+            waiting = {seat.calls[0][0]: seat for seat in (*self.seats, self.spare) if seat.calls}
             references, done = [*self.orphans, *waiting], []  # the first that is done is taken
             if references:
                 done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
@@ -1124,10 +1125,15 @@ class Fleet:
                     answer = self.ray.get(reference)
                 except self.ray.exceptions.RayError as error:
                     self.ledger.lost += is_fragment
-                    if seat:
+                    if seat is self.spare:
+                        is_out = isinstance(error, self.ray.exceptions.ActorUnavailableError)  # Ray restarts it
+                        seat.actor, seat.retry_at = seat.actor if is_out else None, self.clock + 0.1
+                    elif seat:
                         self.mend(seat, error, weights)
                     continue
-                if seat:
+                if seat is self.spare:
+                    seat.is_ready = True
+                elif seat:
                     self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
                 if is_fragment and not seat and self.is_late(answer):
                     self.ledger.lost += 1
@@ -1168,7 +1174,9 @@ class Fleet:
 
     def hear(self, seat: Seat, incarnation: int) -> None:
         """Notes that an actor has answered, in which of its lives."""
-        self.ledger.restarts += seat.incarnation not in (None, incarnation)
+        if seat.incarnation != incarnation:
+            self.ledger.restarts += seat.incarnation is not None
+            self.spare.retry_at = self.clock + 1
         seat.incarnation, seat.heard_at, self.heard_at = incarnation, self.clock, self.clock
         seat.failures = 0 if seat.is_ready else seat.failures  # if it was, this is a fragment
         seat.is_ready = True
@@ -1181,9 +1189,7 @@ class Fleet:
         if self.clock < seat.retry_at:
             return
         if seat.actor is None:
-            recipe = (*self.recipe, seat.number, seat.lives, self.run.global_step)
-            seat.actor, seat.is_ready, seat.lives = self.remote.remote(*recipe), False, seat.lives + 1
-            seat.heard_at = self.clock
+            seat.actor, seat.is_ready, seat.heard_at = self.remote.remote(*self.recipe), False, self.clock
         elif not seat.is_ready and silence > limit + PATIENCE:
             free, all_cpus = (get().get("CPU", 0) for get in (self.ray.available_resources, self.ray.cluster_resources))
             silent = f"no answer for {limit + PATIENCE} s (--actor-timeout and {PATIENCE} more)"
@@ -1196,8 +1202,32 @@ class Fleet:
             return
         weights, version = self.published[0][1:]
         while len(seat.calls) < (2 if seat.is_ready else 1):
-            call = seat.actor.sample.remote(weights, version) if seat.is_ready else seat.actor.ready.remote()
+            if seat.is_ready:
+                call = seat.actor.sample.remote(weights, version)
+            else:
+                call = seat.actor.ready.remote(seat.number, seat.lives, self.run.global_step)
+                seat.lives += 1
             seat.calls.append((call, seat.is_ready, weights))
+
+    def tend_spare(self) -> None:
+        """Sees to it that one more actor stands by once all are at work, if there is a CPU for it."""
+        spare = self.spare
+        if self.clock < spare.retry_at or spare.is_ready or spare.calls:
+            return
+        if spare.actor is None:
+            if not all(seat.is_ready for seat in self.seats):
+                return
+            if self.ray.available_resources().get("CPU", 0) < 1:
+                spare.retry_at = math.inf  # until an actor begins another life
+                return
+            spare.actor = self.remote.remote(*self.recipe)
+        spare.calls.append((spare.actor.stand_by.remote(), False, None))
+
+    def swap(self, seat: Seat) -> None:
+        """Gives the seat to the spare actor if that stands by; the seat's own, or none, is then the spare one."""
+        if self.spare.is_ready:
+            seat.actor, self.spare.actor = self.spare.actor, seat.actor
+            self.spare.is_ready, self.spare.retry_at = False, self.clock + 0.1
 
     def is_done(self, reference) -> bool:
         return bool(self.ray.wait([reference], timeout=0, fetch_local=False)[0])
@@ -1208,10 +1238,12 @@ class Fleet:
         is_out = isinstance(error, exceptions.ActorUnavailableError)
         if is_out and seat.incarnation is None:
             self.replace(seat, f"dies while it starts, or is out of reach: {reason_of(error)}")
-        elif is_out:  # Ray restarts it, or the network is down: ask again
+        elif is_out:  # Ray restarts it, or the network is down: the spare one goes on, or this one is asked again
             if seat.is_ready:
-                self.note(seat, f"is dead or out of reach, and is asked again: {reason_of(error)}")
+                remedy = "replaced" if self.spare.is_ready else "asked again"
+                self.note(seat, f"is dead or out of reach, and is {remedy}: {reason_of(error)}")
                 seat.heard_at = self.clock
+                self.swap(seat)
             self.abandon_calls(seat)
             self.count_failure(seat, seat.is_ready, delay=0.1)
             seat.is_ready = False
@@ -1230,6 +1262,8 @@ class Fleet:
         self.abandon_calls(seat)
         self.ledger.restarts += 1
         seat.actor = seat.incarnation = None
+        seat.is_ready, seat.heard_at = False, self.clock
+        self.swap(seat)
         self.count_failure(seat, True, delay=0.2 * 2 ** min(seat.failures, 5))
 
     def abandon_calls(self, seat: Seat) -> None:

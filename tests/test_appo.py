@@ -42,8 +42,8 @@ class Played:
                 self.agent.network.copy_(self.agent.module.flatten())
         build = functools.partial(self.module.make_actor_critic, (3,), KINDS[kind])
         environments.Counter.forget()
-        self.actor = self.module.Actor(self.args, environments_of, build, act, 0, 0, 0)
-        self.actor.start()
+        self.actor = self.module.Actor(self.args, environments_of, build, act)
+        self.actor.start(0, 0, 0)
         if prepare:
             self.collect(0)
 
@@ -237,7 +237,7 @@ def test_rewards_are_in_deviations_of_the_return():
         if version == 4:
             assert (abs(returns) > 0.1).any() and (played.actor.lengths > 0).any(), "in the middle of episodes"
             played.actor.envs = None
-            played.actor.start()
+            played.actor.start(0, 0, 0)
             returns[:] = 0
         played.collect(version)
         for fragment in played.fragments:

@@ -187,8 +187,8 @@ class Played:
             if "compile" in script:
                 self.agent.network.copy_(self.agent.module.flatten())
         build = functools.partial(self.module.make_network, (4,), 2)
-        self.actor = self.module.Actor(self.args, self.module.GymEnvironments, build, self.module.act_discrete, 0, 0, 0)
-        self.actor.start()
+        self.actor = self.module.Actor(self.args, self.module.GymEnvironments, build, self.module.act_discrete)
+        self.actor.start(0, 0, 0)
         weights = [weight.detach().numpy().copy() for weight in self.agent.weights()]
         for i in range(2):
             self.agent.batch.fill(i, self.actor.sample(weights, 0))
@@ -313,11 +313,8 @@ def test_frames_make_the_stacks_that_envpool_shows():
         module.AtariEnvironments,
         functools.partial(module.make_network, (4, 84, 84), 4),
         module.act_discrete,
-        0,
-        0,
-        0,
     )
-    actor.start()
+    actor.start(0, 0, 0)
     seen = []
 
     def act(network, observation, rng):
@@ -350,8 +347,8 @@ def test_a_fragment_is_what_happened(kind):
         recipe = (module.GymEnvironments, lambda: module.make_actor_critic((3,), 3), module.act_discrete)
     else:
         recipe = (module.BoundedEnvironments, lambda: module.make_actor_critic((3,), (3,)), module.act_continuous)
-    actor = module.Actor(args, *recipe, 0, 0, 0)
-    actor.start()
+    actor = module.Actor(args, *recipe)
+    actor.start(0, 0, 0)
     network = actor.network
     weights = [tensor.detach().numpy().copy() for tensor in (*network.parameters(), *network.buffers())]
     fragments = [actor.sample(weights, version) for version in range(20)]
@@ -456,8 +453,8 @@ def test_resume_goes_on(launch, monkeypatch, script):
     module, numbers = importlib.import_module(script), []
     begin = module.Actor.start
 
-    def begin_and_draw(actor):
-        begin(actor)
+    def begin_and_draw(actor, **who):
+        begin(actor, **who)
         numbers.append(copy.deepcopy(actor.rng).random())
 
     monkeypatch.setattr(module.Actor, "start", begin_and_draw)
@@ -643,6 +640,45 @@ def test_an_environment_that_never_starts_ends_the_run(launch, cluster, name, ca
     assert run.summary["status"] == "failed" and run.summary["global_step"] == 0
     assert run.error.code.startswith("error: every actor fails time and again; the last cause: actor 0 ")
     assert cause in run.error.code and run.err.count(f"step 0: actor 0 {cause}") == 3, run.err
+
+
+@pytest.mark.parametrize("how", ["killed", "broken"])
+def test_the_spare_actor_takes_the_seat_of_a_lost_one(launch, cluster, taken, monkeypatch, how):
+    """At once, as it stands by; a killed one that Ray has restarted, or else a new one, is then the spare one."""
+    import ray
+
+    module, deadline = importlib.import_module("impala_ray"), time.monotonic() + 300
+    lost, seats, spares = [], [], []  # the number of the lost one's seat; who holds it, and who stands by, in turn
+
+    def take(fleet, take=module.Fleet.take):
+        fragment = take(fleet)
+        assert time.monotonic() < deadline, (lost, seats, spares)
+        if fleet.spare.is_ready and not any(fleet.spare.actor._actor_id == spare for spare in spares):
+            seat = next(seat for seat in fleet.seats if seat.number in lost or not lost)
+            seats.append(seat.actor._actor_id)
+            spares.append(fleet.spare.actor._actor_id)
+            if lost:
+                fleet.args.total_timesteps = fleet.run.global_step  # seen
+            else:
+                lost.append(seat.number)
+                call = seat.actor.__ray_call__
+                if how == "killed":
+                    os.kill(ray.get(call.remote(lambda actor: os.getpid())), signal.SIGKILL)
+                else:
+                    ray.get(call.remote(lambda actor: vars(actor).update(envs=None)))
+        return fragment
+
+    monkeypatch.setattr(module.Fleet, "take", take)
+    node = cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    try:
+        run = launch("impala_ray", *fleet_flags("--total-timesteps", 10**9), env_id="ray_environments:Sound-v0")
+    finally:
+        cluster.remove_node(node)
+    summary = check_ledger(run, taken)
+    assert summary["status"] == "finished" and summary["actor_restarts"] == 1 <= summary["fragments_lost"]
+    assert seats[1] == spares[0] != spares[1] and (spares[1] == seats[0]) == (how == "killed")
+    cause = "is dead or out of reach, and is replaced: " if how == "killed" else "failed: AttributeError"
+    assert run.err.startswith("step ") and f": actor {lost[0]} {cause}" in run.err and run.err.count("actor ") >= 1
 
 
 def test_an_actor_for_which_there_is_no_processor(launch, cluster, taken, monkeypatch):
