@@ -655,7 +655,7 @@ class RunError(Exception):
 class Actor:
     """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
 
-    `start` raises RuntimeError if the environments can't be made. The spare one has not been started.
+    `start` raises RuntimeError if the environments can't be made.
 
     A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
     each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
@@ -668,7 +668,6 @@ class Actor:
     def start(self, number: int, incarnation: int, step: int) -> None:
         """Makes environments and policy: in a call, as Ray tells nothing of an actor that dies while it is made."""
         args, self.network = self.args, self.build()
-        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
         sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
         seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
         said = io.StringIO()
@@ -683,6 +682,7 @@ class Actor:
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             self.act(self.network, self.envs.observation, np.random.default_rng())
+        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
 
     def ready(self, number: int, incarnation: int, step: int) -> int:
         """Which of the lives of the actor of this number it is; answered when it has started."""
@@ -695,7 +695,7 @@ class Actor:
         return self.incarnation
 
     def stand_by(self) -> None:
-        """Answered when this process has imported what it needs, which takes longest of a start."""
+        """Answered when this process has imported torch, which takes longest of a start."""
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
@@ -818,7 +818,7 @@ class Seat:
     # Calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference
     calls: list = field(default_factory=list)
     lives: int = 0  # times that it has been asked to start
-    incarnation: int | None = None  # the life that answered last; None if none of this process
+    incarnation: int | None = None  # the life that answered last; None if none has since the seat was given up
     is_ready: bool = False  # whether it has answered since it was started, or since it was unavailable
     failures: int = 0  # times that it has failed since it last delivered
     heard_at: float = 0.0  # when it last answered, or was started
@@ -865,9 +865,10 @@ class Fleet:
 
     An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
-    hangs or raises is replaced, which costs the fragments of its calls in flight, no more; by the spare actor, where
-    there is a CPU for one, at once. If no actor can go on, or Ray can't, `take` and `publish` raise RunError. Without
-    Ray the one actor is called here; its errors are the run's.
+    hangs or raises is replaced, which costs the fragments of its calls in flight, no more: by the spare actor if that
+    stands by, with torch imported. A cluster of --ray-address has none, as its CPUs may be meant for others. If no
+    actor can go on, or Ray can't, `take` and `publish` raise RunError. Without Ray the one actor is called here; its
+    errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
     about (2 A - 1) / --batch-fragments.
@@ -989,12 +990,13 @@ class Fleet:
                     self.ledger.lost += is_fragment
                     if seat is self.spare:
                         is_out = isinstance(error, self.ray.exceptions.ActorUnavailableError)  # Ray restarts it
-                        seat.actor, seat.retry_at = seat.actor if is_out else None, self.clock + 0.1
+                        seat.actor, seat.is_ready = seat.actor if is_out else None, False
+                        seat.retry_at = self.clock + (0.1 if is_out else 30)
                     elif seat:
                         self.mend(seat, error, weights)
                     continue
                 if seat is self.spare:
-                    seat.is_ready = True
+                    seat.is_ready, seat.retry_at = True, self.clock + 5  # when it is asked again
                 elif seat:
                     self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
                 if is_fragment and not seat and self.is_late(answer):
@@ -1074,22 +1076,27 @@ class Fleet:
     def tend_spare(self) -> None:
         """Sees to it that one more actor stands by once all are at work, if there is a CPU for it."""
         spare = self.spare
-        if self.clock < spare.retry_at or spare.is_ready or spare.calls:
+        if spare.calls and self.clock - spare.heard_at > self.args.actor_timeout + PATIENCE:
+            self.ray.kill(spare.actor)
+            self.abandon_calls(spare)
+            spare.actor, spare.is_ready = None, False
+        if self.args.ray_address or spare.calls or self.clock < spare.retry_at:
             return
         if spare.actor is None:
-            if not all(seat.is_ready for seat in self.seats):
+            if self.head_failures or not all(seat.is_ready for seat in self.seats):
                 return
             if self.ray.available_resources().get("CPU", 0) < 1:
-                spare.retry_at = math.inf  # until an actor begins another life
+                spare.retry_at = self.clock + 30
                 return
             spare.actor = self.remote.remote(*self.recipe)
         spare.calls.append((spare.actor.stand_by.remote(), False, None))
+        spare.heard_at = self.clock
 
     def swap(self, seat: Seat) -> None:
         """Gives the seat to the spare actor if that stands by; the seat's own, or none, is then the spare one."""
-        if self.spare.is_ready:
+        if self.spare.is_ready and not self.spare.calls:
             seat.actor, self.spare.actor = self.spare.actor, seat.actor
-            self.spare.is_ready, self.spare.retry_at = False, self.clock + 0.1
+            self.spare.is_ready, self.spare.retry_at, seat.heard_at = False, self.clock + 0.1, self.clock
 
     def is_done(self, reference) -> bool:
         return bool(self.ray.wait([reference], timeout=0, fetch_local=False)[0])
@@ -1102,11 +1109,10 @@ class Fleet:
             self.replace(seat, f"dies while it starts, or is out of reach: {reason_of(error)}")
         elif is_out:  # Ray restarts it, or the network is down: the spare one goes on, or this one is asked again
             if seat.is_ready:
-                remedy = "replaced" if self.spare.is_ready else "asked again"
-                self.note(seat, f"is dead or out of reach, and is {remedy}: {reason_of(error)}")
+                self.note(seat, f"is dead or out of reach, and is asked again or replaced: {reason_of(error)}")
                 seat.heard_at = self.clock
-                self.swap(seat)
             self.abandon_calls(seat)
+            self.swap(seat)
             self.count_failure(seat, seat.is_ready, delay=0.1)
             seat.is_ready = False
         elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew, once
@@ -1124,7 +1130,7 @@ class Fleet:
         self.abandon_calls(seat)
         self.ledger.restarts += 1
         seat.actor = seat.incarnation = None
-        seat.is_ready, seat.heard_at = False, self.clock
+        seat.is_ready = False
         self.swap(seat)
         self.count_failure(seat, True, delay=0.2 * 2 ** min(seat.failures, 5))
 
