@@ -1564,7 +1564,7 @@ def main(args: Args) -> None:
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
             for i in range(args.batch_fragments):
                 agent.fill(i, fleet.take())
-            lag = float(np.mean(fleet.lags))
+            lags = {"lag_min": min(fleet.lags), "lag_mean": float(np.mean(fleet.lags)), "lag_max": max(fleet.lags)}
 
             # Learn
             agent.scale_rewards()
@@ -1581,7 +1581,7 @@ def main(args: Args) -> None:
             # Send the new weights out
             agent.follow_observations()
             fleet.publish(agent.weights())
-            run.end_step(agent.losses, learning_rate=learning_rate, lag=lag)
+            run.end_step(agent.losses, learning_rate=learning_rate, **lags)
 
 
 if __name__ == "__main__":

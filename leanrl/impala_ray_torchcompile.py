@@ -1446,7 +1446,7 @@ def main(args: Args) -> None:
                 agent.optimizer.lr.fill_(learning_rate)
             for i in range(args.batch_fragments):
                 agent.batch.fill(i, fleet.take())
-            lag = float(np.mean(fleet.lags))
+            lags = {"lag_min": min(fleet.lags), "lag_mean": float(np.mean(fleet.lags)), "lag_max": max(fleet.lags)}
 
             # Learn
             agent.batch.upload()
@@ -1455,7 +1455,7 @@ def main(args: Args) -> None:
 
             # Send the new weights out
             fleet.publish(agent.weights())
-            run.end_step(agent.losses, learning_rate=learning_rate, lag=lag)
+            run.end_step(agent.losses, learning_rate=learning_rate, **lags)
 
 
 if __name__ == "__main__":

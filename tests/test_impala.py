@@ -396,7 +396,7 @@ def test_files_say_what_the_environments_did(launch, script):
     by_length = lambda line: (line["length"], line["return"])  # noqa: E731
     seen = [{name: line[name] for name in ("return", "length", "terminated")} for line in run.episodes]
     assert sorted(seen, key=by_length) == sorted(run.finished, key=by_length)
-    losses = {"policy_loss", "value_loss", "entropy", "approx_kl", "lag"}
+    losses = {"policy_loss", "value_loss", "entropy", "approx_kl", "lag_min", "lag_mean", "lag_max"}
     assert all(losses <= set(line) for line in run.metrics) and run.metrics[-1]["approx_kl"] < 1e-5
 
 
@@ -437,6 +437,7 @@ def test_a_forced_lag_is_kept(launch):
     """Weights are that many versions old once there are as many."""
     run = launch("impala_ray", *small("--forced-lag", 4))
     assert (run.summary["lag_min"], run.summary["lag_max"]) == (0, 4)
+    assert [run.metrics[-1][name] for name in ("lag_min", "lag_mean", "lag_max")] == [4, 4, 4]
     updates = run.summary["updates"]
     assert run.summary["lag_mean"] == pytest.approx((0 + 1 + 2 + 3 + 4 * (updates - 4)) / updates, abs=1e-3)
 
