@@ -222,8 +222,7 @@ case $command in
         cd -- "$root"
         if [[ $# -eq 0 ]]; then  # all of them: a file at a time on each core, of which none then has two threads
             export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-            # By name: with fewest tests last, as is xdist's default, Ray's long ones would end on one core
-            set -- --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+            set -- --numprocesses=logical --maxprocesses=4 --dist=loadfile
         fi
         exec "$venv/bin/python" -m pytest "$@"
         ;;
