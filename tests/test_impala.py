@@ -442,6 +442,22 @@ def test_a_forced_lag_is_kept(launch):
     assert run.summary["lag_mean"] == pytest.approx((0 + 1 + 2 + 3 + 4 * (updates - 4)) / updates, abs=1e-3)
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, "appo_ray", "appo_ray_torchcompile"])
+def test_a_line_of_metrics_has_the_lags_of_its_batch(launch, monkeypatch, script):
+    module, lags = importlib.import_module(script), itertools.cycle([5, 2, 2])
+
+    def take(fleet, take=module.Fleet.take):
+        fragment = take(fleet)
+        fleet.lags[-1] = next(lags)
+        return fragment
+
+    monkeypatch.setattr(module.Fleet, "take", take)
+    sizes = ["--num-envs", 4, "--fragment-length", 8, "--batch-fragments", 3]
+    run = launch(script, "--total-timesteps", 400, *sizes)
+    found = [[line[name] for name in ("lag_min", "lag_mean", "lag_max")] for line in run.metrics]
+    assert found == [[2, 3, 5]] * len(found) and found
+
+
 @each_script
 def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
     run = launch(script, *small(), env_id="NaNReward", raises=SystemExit)
@@ -700,13 +716,112 @@ def test_an_actor_that_was_only_out_of_reach_may_get_another_seat():
         assert actor.sample(weights, 7)["stamp"].tolist() == [0, 5, 0, 7]
         assert actor.ready(0, 6, 0) == 5 and actor.envs is envs
         assert actor.sample(weights, 8)["stamp"].tolist() == [0, 5, 1, 8]
-        assert (
-            actor.ready(1, 3, 0) == 3 and actor.envs is not envs and all(env.unwrapped.is_closed for env in envs.envs)
-        )
-        assert actor.sample(weights, 8)["stamp"].tolist() == [1, 3, 0, 8] and not np.any(actor.lengths > 6)
+        actor.returns[:], actor.lengths[:] = 9, 9  # its episodes are under way
+        assert actor.ready(1, 3, 0) == 3 and actor.envs is not envs and not (actor.returns.any() or actor.lengths.any())
+        assert all(env.unwrapped.is_closed for env in envs.envs)
+        assert actor.sample(weights, 8)["stamp"].tolist() == [1, 3, 0, 8]
     finally:
         assert os.nice(0) == before + 4, "once"
         os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+def test_a_start_that_failed_is_made_again():
+    module, args, attempts = importlib.import_module("impala_ray"), arguments(env_id="CounterDiscrete-v0"), []
+
+    def make_envs(*args):
+        attempts.append(args)
+        if len(attempts) == 1:
+            raise OSError("the emulator is busy")
+        return module.GymEnvironments(*args)
+
+    build, before = functools.partial(module.make_network, (3,), 3), os.nice(0)
+    actor = module.Actor(args, make_envs, build, module.act_discrete)
+    try:
+        with pytest.raises(OSError, match="busy"):
+            actor.ready(0, 0, 0)
+        assert actor.ready(0, 1, 0) == 1 and len(attempts) == 2
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+@pytest.fixture
+def fleet():
+    """A fleet of two that are at work, on a Ray that only notes what it is asked for: `made`, `killed`, `cpus`."""
+
+    class Remote:
+        def __init__(self, *recipe):
+            self.stand_by = SimpleNamespace(remote=object)
+
+    module = importlib.import_module("impala_ray")
+    recipe = (module.GymEnvironments, functools.partial(module.make_network, (3,), 3), module.act_discrete)
+    fleet = module.Fleet(arguments(num_actors=2), SimpleNamespace(), module.Ledger(), *recipe)
+    fleet.made, fleet.killed, fleet.cpus = [], [], 1
+
+    def make(*recipe):
+        fleet.made.append(Remote(*recipe))
+        return fleet.made[-1]
+
+    fleet.remote = SimpleNamespace(remote=make)
+    fleet.ray = SimpleNamespace(available_resources=lambda: {"CPU": fleet.cpus}, kill=fleet.killed.append)
+    for seat in fleet.seats:
+        seat.is_ready, seat.actor = True, make()
+    fleet.made.clear()
+    return fleet
+
+
+def test_when_a_spare_actor_is_made(fleet):
+    """Once all are at work and a processor is free, and only on a Ray of its own."""
+    fleet.seats[1].is_ready = False
+    fleet.tend_spare()
+    fleet.seats[1].is_ready, fleet.args.ray_address = True, "127.0.0.1:6379"
+    fleet.tend_spare()
+    fleet.args.ray_address, fleet.cpus = None, 0.5
+    fleet.tend_spare()
+    fleet.cpus = 1
+    fleet.tend_spare()
+    assert fleet.made == [] and fleet.spare.retry_at == 30
+    fleet.clock = 30.0
+    fleet.tend_spare()
+    fleet.tend_spare()
+    assert fleet.made == [fleet.spare.actor] and len(fleet.spare.calls) == 1
+
+
+def test_a_spare_actor_that_hangs_is_replaced(fleet):
+    fleet.tend_spare()
+    (hung,) = fleet.made
+    fleet.clock += fleet.args.actor_timeout + 60
+    fleet.tend_spare()
+    assert fleet.killed == [] and fleet.spare.actor is hung
+    fleet.clock += 1
+    fleet.tend_spare()
+    assert fleet.killed == [hung] and fleet.made == [hung, fleet.spare.actor] and len(fleet.orphans) == 1
+
+
+def test_a_spare_actor_takes_a_seat_only_while_it_stands_by(fleet):
+    seat, fleet.clock = fleet.seats[0], 7.0
+    own = seat.actor
+    fleet.tend_spare()
+    fleet.swap(seat)  # it has not answered yet
+    assert seat.actor is own
+    fleet.spare.is_ready = True  # as it was, but it is being asked again
+    fleet.swap(seat)
+    assert seat.actor is own
+    spare = fleet.spare.actor
+    fleet.spare.calls.clear()
+    fleet.swap(seat)
+    assert (seat.actor, fleet.spare.actor, fleet.spare.is_ready, seat.heard_at) == (spare, own, False, 7.0)
+
+
+def test_a_seat_that_waits_for_a_restart_gets_the_spare_actor_too(fleet):
+    import ray
+
+    seat, fleet.ray.exceptions = fleet.seats[0], ray.exceptions
+    fleet.tend_spare()
+    fleet.spare.calls.clear()
+    fleet.spare.is_ready = True
+    (spare,), seat.incarnation, seat.is_ready = fleet.made, 0, False
+    fleet.mend(seat, ray.exceptions.ActorUnavailableError("it restarts", None), None)
+    assert seat.actor is spare and fleet.spare.actor is not spare
 
 
 def test_an_actor_for_which_there_is_no_processor(launch, cluster, taken, monkeypatch):
