@@ -208,9 +208,10 @@ def main(args: Args) -> None:
         flags = ["--num-actors", str(args.num_actors), "--total-timesteps", str(2**31 - 1), "--output-dir", folder]
         flags += own_flags
         program = PROGRAM.format(folder=str(SCRIPTS), name=args.script, stamps=str(stamps), flags=flags)
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-        )
+        said = Path(folder, "stderr")
+        with said.open("w") as stderr:  # no pipe, which would be full one day
+            how = {"stdout": subprocess.DEVNULL, "stderr": stderr, "start_new_session": True}
+            process = subprocess.Popen([sys.executable, "-c", program], **how)
         try:
             everyone = set(range(args.num_actors))
             wait_for(lambda: {stamp.number for stamp in read_stamps(stamps)} == everyone, process, 120, "no fragments")
@@ -236,7 +237,7 @@ def main(args: Args) -> None:
             result["ledger"] = {name: summary[name] for name in names}
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             stop(process)
-            lines = process.stderr.read().decode().strip().splitlines() or ["no message"]
+            lines = said.read_text().strip().splitlines() or ["no message"]
             fail(f"{scrub(str(error))}; the run's last line: {scrub(lines[-1])}")
         finally:
             stop(process)

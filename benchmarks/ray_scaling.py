@@ -30,12 +30,17 @@ those of both, by least squares of the relative error; the RMS of that is given,
 actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small. Saturated
 cells are left out of the fit.
 
+Actors of one node also take calls as a compiled graph of Ray's, in lockstep: channels in shared memory in the place of
+tasks. It is an interface for developers, which may go; a version of Ray that has none, or fails at it, is named in the
+result. The model has no part in it, nor have the scripts of leanrl/.
+
 A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times,
 and the modes change places with each turn.
 A cell with calls of more than --limit-seconds is left to the model. Memory is what an actor's process has: resident,
 and with pages that several processes share divided among them. The result is a JSON file, written anew after each cell.
 """
 
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -45,7 +50,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,7 +59,7 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
-from ray_vector_env import RayVectorEnv, running_ray
+from ray_vector_env import RayVectorEnv, describe, running_ray
 from speed import (
     RESULTS,
     check_output,
@@ -74,6 +79,7 @@ from speed import (
 )
 
 MODES = {"lockstep": 1, "double-buffered": 2}  # calls of each actor in flight
+GRAPH = "compiled graph"  # a third mode, where it can be measured
 PUBLISHED = RESULTS / "reference_tianshou_1172.json"
 TIMER_ERROR = 1e-4  # seconds by which a sleep may be too long without the actor having waited for a core
 ACTOR_BYTES = 120e6  # resident, to refuse what can't fit
@@ -176,6 +182,24 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
+@contextlib.contextmanager
+def sending(envs: RayVectorEnv, steps: int, mode: str) -> Iterator[Callable[[], None]]:
+    """What starts a rollout of so many steps, for `envs.receive`."""
+    if mode != GRAPH:
+        yield partial(envs.send, act, steps)
+        return
+    from ray.dag import DAGContext, InputNode, MultiOutputNode
+
+    envs.rollout(act, 1)  # the actors go on with this policy
+    DAGContext.get_current().get_timeout = 600  # seconds
+    with InputNode() as given:
+        graph = MultiOutputNode([actor.rollout.bind(given) for actor in envs.actors]).experimental_compile()
+    try:
+        yield lambda: envs._pending.append((graph.execute(steps), steps, None))
+    finally:
+        graph.teardown()
+
+
 def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds: float) -> dict:
     """At least 3 rounds, and `seconds` of them, after one that is not counted.
 
@@ -183,17 +207,19 @@ def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds:
     receive in those that are.
     """
     envs.reset(options={"duration": duration})
-    for _ in range(MODES[mode]):
-        envs.send(act, steps)
-    envs.receive()
-    started, cpu, busy, rounds = time.perf_counter(), time.process_time(), busy_seconds(), 0
-    while rounds < 3 or time.perf_counter() - started < seconds:
-        envs.send(act, steps)
+    in_flight = MODES.get(mode, 1)
+    with sending(envs, steps, mode) as send:
+        for _ in range(in_flight):
+            send()
         envs.receive()
-        rounds += 1
-    elapsed, cpu, busy = time.perf_counter() - started, time.process_time() - cpu, busy_seconds() - busy
-    for _ in range(MODES[mode] - 1):
-        envs.receive()
+        started, cpu, busy, rounds = time.perf_counter(), time.process_time(), busy_seconds(), 0
+        while rounds < 3 or time.perf_counter() - started < seconds:
+            send()
+            envs.receive()
+            rounds += 1
+        elapsed, cpu, busy = time.perf_counter() - started, time.process_time() - cpu, busy_seconds() - busy
+        for _ in range(in_flight - 1):
+            envs.receive()
     sps = rounds * steps * envs.num_envs / elapsed
     figures = {"rounds": rounds, "seconds": round(elapsed, 4), "round_seconds": elapsed / rounds, "sps": round(sps, 3)}
     figures["cores_busy"] = round(min(1.0, busy / elapsed / os.cpu_count()), 3)  # the clock of /proc/stat is coarse
@@ -245,6 +271,11 @@ def cells_of(args: Args, repeat: int = 1) -> list[tuple[float, int, str]]:
     return [(d, k, mode) for d, k in pairs for mode in list(MODES)[:: 1 if repeat % 2 else -1]]
 
 
+def with_graphs(cells: Sequence[tuple[float, int, str]]) -> list[tuple[float, int, str]]:
+    """Each cell in lockstep also as a compiled graph, in its turn."""
+    return [own for cell in cells for own in ([cell, (*cell[:2], GRAPH)] if cell[2] == "lockstep" else [cell])]
+
+
 def measure_all(args: Args, result: dict, output: Path) -> None:
     """Measures each cell of each cluster, turn by turn, into `result["runs"]`."""
     for cluster in plan(args):
@@ -256,10 +287,19 @@ def measure_all(args: Args, result: dict, output: Path) -> None:
             print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
             try:
                 for repeat in range(1, args.repeats + 1):
-                    for duration, steps, mode in cells_of(args, repeat):
+                    cells = cells_of(args, repeat)
+                    for duration, steps, mode in with_graphs(cells) if cluster.kind == "measured" else cells:
+                        if mode == GRAPH and "no_graph" in result:
+                            continue
                         load = round(os.getloadavg()[0], 2)
                         run = cluster.about() | {"duration": duration, "steps": steps, "mode": mode, "repeat": repeat}
-                        run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
+                        try:
+                            run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
+                        except (ImportError, AttributeError, NotImplementedError) as error:
+                            if mode != GRAPH:
+                                raise
+                            result["no_graph"] = describe(error)
+                            continue
                         run |= mean_step(envs) | {"status": "finished"}
                         result["runs"].append(run)
                         write(result, output)
@@ -359,7 +399,8 @@ def fits_of(lines: Sequence[Mapping]) -> list[dict]:
     fits = []
     for cluster in dict.fromkeys((line["kind"], line["nodes"], line["actors"]) for line in lines):
         own = [line for line in lines if (line["kind"], line["nodes"], line["actors"]) == cluster]
-        own = [line for line in own if line["cores_busy"] <= SATURATED]  # the others show what the machine can't do
+        # The busier ones show what the machine can't do, and a compiled graph has no tasks
+        own = [line for line in own if line["cores_busy"] <= SATURATED and line["mode"] in MODES]
         groups = [[line for line in own if line["mode"] == mode] for mode in MODES]
         for group in [*groups, own] if all(groups) else groups:
             if found := fit(group):
@@ -393,7 +434,8 @@ def scaling_table(result: Mapping) -> Table:
     for line in result["medians"]:
         by_cell.setdefault(tuple(line[key] for key in KEYS[:-1]), {})[line["mode"]] = line
     header = ["", "nodes", "actors", "step, s", "K", "steps last, ms", "sleeps late by, µs"]
-    for mode in MODES:
+    every = [*MODES, GRAPH] if any(GRAPH in modes for modes in by_cell.values()) else [*MODES]
+    for mode in every:
         header += [f"{mode}: SPS", "SPS per core", "efficiency"]
     rows = []
     for (kind, nodes, actors, duration, steps), modes in by_cell.items():
@@ -402,14 +444,14 @@ def scaling_table(result: Mapping) -> Table:
         )
         rows.append([kind, str(nodes), str(actors), f"{duration:g}", f"{steps:,}", show(lasted * 1e3)])
         rows[-1].append(microseconds(late))
-        for mode in MODES:
+        for mode in every:
             if line := modes.get(mode):
                 share = percent(line["efficiency"]) + "†" * (line["cores_busy"] > SATURATED)
                 rows[-1] += [show(line["sps"], 0), show(line["sps_per_core"], 1), share]
             else:
                 rows[-1] += [""] * 3
     return [*header, "double-buffered / lockstep"], [
-        [*row, show(modes["double-buffered"]["sps"] / modes["lockstep"]["sps"]) if len(modes) == 2 else ""]
+        [*row, show(modes["double-buffered"]["sps"] / modes["lockstep"]["sps"]) if modes.keys() >= {*MODES} else ""]
         for row, modes in zip(rows, by_cell.values())
     ]
 
@@ -479,7 +521,8 @@ TITLES = {
     "ray_nodes": "the issue's clusters: as published, and modelled (in brackets simulated) here",
 }
 CAPTIONS = {
-    "ray_scaling": "Medians of {turns}. SPS: steps/s of all actors; efficiency: SPS × step / actors, with the step that"
+    "ray_scaling": "Medians of {turns}. Compiled graph: Ray's, in lockstep, on one node alone. SPS: steps/s of all"
+    " actors; efficiency: SPS × step / actors, with the step that"
     " was asked for, not the one that it lasted; core: one sleeping actor. Steps sleep, on Linux without the 50 µs of"
     " timer slack (PR_SET_TIMERSLACK); what a sleep is late by, up to 100 µs, is taken off the next. Measured: one Ray"
     " node; simulated: several nodes, all of them on one machine, without a network. †: the machine's own cores were"

@@ -244,6 +244,18 @@ def eager_call(run: Run, model: Model, given: Given, trains: bool) -> Callable[[
     return train if trains else forward
 
 
+def compiled(function: Callable, device: str) -> Callable:
+    """The function as one compiled graph, for the sizes of its first call alone."""
+    # Dynamo finds what it has compiled by the code object, then by guards, of which the scripts leave out nearly all
+    torch.compiler.allow_in_graph(memory.linear_recurrence)  # else Dynamo may drop its own backward, as in the scripts
+    function = types.FunctionType(function.__code__.replace(), globals(), "step", None, function.__closure__)
+    options = {"cpp_wrapper": device == "cpu", "cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}
+    options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, as the scripts say
+    options |= {"size_asserts": False, "guard_filter_fn": lambda guards: [False] * len(guards)}
+    # Of the second size that a process compiles, Dynamo would make the sizes variables of the graph
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
 def compiled_call(run: Run, model: Model, trains: bool) -> Callable[[], list[torch.Tensor]]:
     """The same, as one compiled graph."""
     given = {key: value.detach() for key, value in model.given.items()}
@@ -254,20 +266,37 @@ def compiled_call(run: Run, model: Model, trains: bool) -> Callable[[], list[tor
     def step(given: Given, reset: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
         return list(grad_and_value(loss)(given, reset, weights)[0].values()) if trains else [run(given, reset)]
 
-    # Dynamo finds what it has compiled by the code object, then by guards, of which the scripts leave out nearly all
-    torch.compiler.allow_in_graph(memory.linear_recurrence)  # else Dynamo may drop its own backward, as in the scripts
-    step = types.FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)
-    options = {"cpp_wrapper": model.device == "cpu", "cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}
-    options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, as the scripts say
-    options |= {"size_asserts": False, "guard_filter_fn": lambda guards: [False] * len(guards)}
-    # For this size alone: of the second that a process compiles, Dynamo would make the sizes variables of the graph
-    compiled = torch.compile(step, fullgraph=True, dynamic=False, options=options)
+    step = compiled(step, model.device)
 
     def call() -> list[torch.Tensor]:
         with torch.no_grad():
-            return compiled(given, model.reset, model.weights)
+            return step(given, model.reset, model.weights)
 
     return call
+
+
+def block_call(model: Model, steps: int, trains: bool) -> Callable[[], list[torch.Tensor]]:
+    """The loop as calls of a compiled function, which is the loop over so many steps; steps left over are eager."""
+    cell = None if model.cell is None else loop_cell(model.cell)
+    parameters = [] if cell is None else [name for name, _ in cell.named_parameters()]
+
+    def block(given: Given, rows: tuple, state: torch.Tensor, reset: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if cell is not None:
+            return functional_call(cell, {name: given[name] for name in parameters}, (*rows, state, reset))
+        states = loop_recurrence(memory.after_reset(rows[0], reset), rows[1], state)
+        return states, states[-1]
+
+    compiled_block = compiled(block, model.device)
+
+    def run(given: Given, reset: torch.Tensor) -> torch.Tensor:
+        state = given["h0"] if cell is None else model.state.detach().requires_grad_(trains)  # as the later ones do
+        names, outputs = ("a", "b") if cell is None else ("x",), []
+        for *rows, begins in zip(*(given[name].split(steps) for name in names), reset.split(steps), strict=True):
+            output, state = (compiled_block if len(begins) == steps else block)(given, tuple(rows), state, begins)
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    return eager_call(run, model, model.given, trains)
 
 
 def captured_call(call: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
@@ -436,9 +465,8 @@ def arms_of(model: Model, limit: float) -> dict[str, Callable[[bool], Callable[[
         return eager_call(getattr(model, run), model, model.given, trains)
 
     def compiled_loop(trains: bool) -> Callable[[], list]:
-        if model.length > longest:
-            limits = f"{UNROLLED['recurrence']} steps, a cell's of more than {UNROLLED['cell']}"
-            raise CannotRun(f"a recurrence's of more than {limits} takes minutes to compile, as it is unrolled")
+        if model.length > longest:  # all of it, unrolled, would take minutes to compile
+            return block_call(model, longest, trains)
         return compiled_call(model.functional(is_loop=True), model, trains)
 
     def captured(build: Callable[[bool], Callable[[], list]], trains: bool) -> Callable[[], list]:

@@ -502,7 +502,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -997,8 +997,8 @@ class Fleet:
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
     hangs or raises is replaced, which costs the fragments of its calls in flight, no more: by the spare actor if that
     stands by, with torch imported. A cluster of --ray-address has none, as its CPUs may be meant for others. If no
-    actor can go on, or Ray can't, `take` and `publish` raise RunError. Without Ray the one actor is called here; its
-    errors are the run's.
+    actor can go on, or Ray can't, or the weights are not finite, `take` and `publish` raise RunError. Without Ray the
+    one actor is called here; its errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
     about (2 A - 1) / --batch-fragments.
@@ -1061,6 +1061,7 @@ class Fleet:
         self.ledger.consumed += self.taken
         self.published_at, self.version, self.taken = now, self.version + 1, 0
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
+        self.is_sound = all(np.isfinite(array.sum(dtype=np.float64)) for array in arrays)
         self.published.append((arrays, self.put(arrays), self.version))
 
     def put(self, arrays: list[np.ndarray]):
@@ -1075,6 +1076,8 @@ class Fleet:
 
     def take(self) -> dict[str, np.ndarray]:
         """The next fragment, [T, N, ...], entered in the ledger and in the run's files; waits for it."""
+        if not self.is_sound:
+            raise RunError(f"a weight or a statistic of the policy is not finite at step {self.run.global_step}")
         fragment = self.wait() if self.seats else self.actor.sample(*self.published[0][1:])
         number, incarnation, sequence, version = fragment["stamp"].tolist()
         if self.is_late(fragment):
@@ -1102,16 +1105,17 @@ class Fleet:
                 self.tend(seat)
             self.tend_spare()
             # Of each actor only the oldest call, as Ray may show a later one as done before it
-            waiting = {seat.calls[0][0]: seat for seat in (*self.seats, self.spare) if seat.calls}
+            waiting = {seat.calls[0][0]: seat for seat in (self.spare, *self.seats) if seat.calls}
             references, done = [*self.orphans, *waiting], []  # the first that is done is taken
             if references:
-                done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
+                self.ray.wait(references, num_returns=1, timeout=0.1)  # of several that are done, it may choose any
+                done, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
             else:
                 time.sleep(0.05)
             if self.run.stop is not None:
                 raise KeyboardInterrupt
             self.check_raylet()
-            for reference in done:
+            for reference in done[:1]:
                 seat = waiting.get(reference)
                 _, is_fragment, weights = seat.calls.pop(0) if seat else (None, self.orphans.pop(reference), None)
                 try:
@@ -1206,7 +1210,8 @@ class Fleet:
     def tend_spare(self) -> None:
         """Sees to it that one more actor stands by once all are at work, if there is a CPU for it."""
         spare = self.spare
-        if spare.calls and self.clock - spare.heard_at > self.args.actor_timeout + PATIENCE:
+        silence = self.clock - spare.heard_at
+        if spare.calls and silence > self.args.actor_timeout + PATIENCE and not self.is_done(spare.calls[0][0]):
             self.ray.kill(spare.actor)
             self.abandon_calls(spare)
             spare.actor, spare.is_ready = None, False
@@ -1391,6 +1396,7 @@ class APPOAgent(nn.Module):
         if self.is_continuous:
             self.observation_moments, self.return_moments = RunningMoments(*shape), RunningMoments(1)
             self.returns = np.zeros((max(args.num_actors, 1), args.num_envs))
+            self.expected = {}  # of each actor the next fragment: incarnation and sequence number
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         size = args.num_envs * args.batch_fragments * args.fragment_length
@@ -1416,8 +1422,11 @@ class APPOAgent(nn.Module):
         if self.is_continuous:
             observation = fragment["observation"][1:]  # the first is the last of the fragment before
             self.observation_moments.update(observation.reshape(-1, observation.shape[-1]))
-            returns, seen = self.returns[fragment["stamp"][0]], []
-            returns[fragment["length_before"] == 0] = 0.0  # of an actor that has been replaced
+            number, incarnation, sequence, _ = fragment["stamp"].tolist()
+            returns, seen = self.returns[number], []
+            if self.expected.get(number) != (incarnation, sequence):  # the actor was replaced, or a fragment was lost
+                returns[:] = 0.0
+            self.expected[number] = incarnation, sequence + 1
             names = ("reward", "valid", "terminated", "truncated")
             for reward, valid, terminated, truncated in zip(*(fragment[name] for name in names)):
                 returns[:] = returns * self.args.gamma + reward

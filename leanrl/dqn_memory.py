@@ -14,8 +14,9 @@ than a slice needs the stored one. Targets are those of double DQN.
     python leanrl/dqn_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
     python leanrl/dqn_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
-What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
-benchmarks; a copy of the script needs an --env-id of its own.
+Its return in a T-maze of 10 steps is 0.98 ± 0.01 after 100,000 steps (at most 1; without a memory 0.5). What else it
+learns, and how fast: README, "Agents with a memory". The default task is in this repository's folder benchmarks; a copy
+of the script needs an --env-id of its own.
 To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
@@ -38,6 +39,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -106,7 +108,7 @@ class Args:
     start_state: Literal["stored", "zero"] = "stored"
     """recurrent state at the start of a slice: as stored when acting, or zero (R2D2's two ways)"""
     slice_length: Count = 64
-    """consecutive rows of a slice; a row is a step, or the reset after an episode's end"""
+    """consecutive rows of a slice; a row, --batch-size's too, is a step, or the reset after an episode's end"""
     burn_in: Natural = 0
     """first rows of a slice that only bring its state up to date"""
     buffer_size: Count = 100_000
@@ -600,7 +602,7 @@ class Environments:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
-        """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
+        """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
         count = self.args.num_envs
         seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(count).tolist()
         if self.is_minigrid:
@@ -1155,7 +1157,7 @@ class MinGRU(LinearCell):
 class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
-    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, no parameter as there. Time constants begin log-uniform.
+    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Time constants begin log-uniform.
     """
 
     def __init__(self, size: int):
@@ -1349,7 +1351,8 @@ class SliceReplay:
 
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
-        return {name: field[: self.added].clone().cpu() for name, field in self.fields.items()} | {"added": self.added}
+        fields = {name: field[: self.added].to("cpu", copy=True) for name, field in self.fields.items()}
+        return fields | {"added": self.added}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
@@ -1463,6 +1466,8 @@ def main(args: Args) -> None:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = False  # of the eager GRU and LSTM; PyTorch's other products have it off
+    warnings.filterwarnings("ignore", "RNN module weights")  # lie apart: cuDNN copies them together
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")

@@ -491,7 +491,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -875,8 +875,8 @@ class Fleet:
     call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
     hangs or raises is replaced, which costs the fragments of its calls in flight, no more: by the spare actor if that
     stands by, with torch imported. A cluster of --ray-address has none, as its CPUs may be meant for others. If no
-    actor can go on, or Ray can't, `take` and `publish` raise RunError. Without Ray the one actor is called here; its
-    errors are the run's.
+    actor can go on, or Ray can't, or the weights are not finite, `take` and `publish` raise RunError. Without Ray the
+    one actor is called here; its errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
     about (2 A - 1) / --batch-fragments.
@@ -939,6 +939,7 @@ class Fleet:
         self.ledger.consumed += self.taken
         self.published_at, self.version, self.taken = now, self.version + 1, 0
         arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
+        self.is_sound = all(np.isfinite(array.sum(dtype=np.float64)) for array in arrays)
         self.published.append((arrays, self.put(arrays), self.version))
 
     def put(self, arrays: list[np.ndarray]):
@@ -953,6 +954,8 @@ class Fleet:
 
     def take(self) -> dict[str, np.ndarray]:
         """The next fragment, [T, N, ...], entered in the ledger and in the run's files; waits for it."""
+        if not self.is_sound:
+            raise RunError(f"a weight or a statistic of the policy is not finite at step {self.run.global_step}")
         fragment = self.wait() if self.seats else self.actor.sample(*self.published[0][1:])
         number, incarnation, sequence, version = fragment["stamp"].tolist()
         if self.is_late(fragment):
@@ -980,16 +983,17 @@ class Fleet:
                 self.tend(seat)
             self.tend_spare()
             # Of each actor only the oldest call, as Ray may show a later one as done before it
-            waiting = {seat.calls[0][0]: seat for seat in (*self.seats, self.spare) if seat.calls}
+            waiting = {seat.calls[0][0]: seat for seat in (self.spare, *self.seats) if seat.calls}
             references, done = [*self.orphans, *waiting], []  # the first that is done is taken
             if references:
-                done, _ = self.ray.wait(references, num_returns=1, timeout=0.1)
+                self.ray.wait(references, num_returns=1, timeout=0.1)  # of several that are done, it may choose any
+                done, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
             else:
                 time.sleep(0.05)
             if self.run.stop is not None:
                 raise KeyboardInterrupt
             self.check_raylet()
-            for reference in done:
+            for reference in done[:1]:
                 seat = waiting.get(reference)
                 _, is_fragment, weights = seat.calls.pop(0) if seat else (None, self.orphans.pop(reference), None)
                 try:
@@ -1084,7 +1088,8 @@ class Fleet:
     def tend_spare(self) -> None:
         """Sees to it that one more actor stands by once all are at work, if there is a CPU for it."""
         spare = self.spare
-        if spare.calls and self.clock - spare.heard_at > self.args.actor_timeout + PATIENCE:
+        silence = self.clock - spare.heard_at
+        if spare.calls and silence > self.args.actor_timeout + PATIENCE and not self.is_done(spare.calls[0][0]):
             self.ray.kill(spare.actor)
             self.abandon_calls(spare)
             spare.actor, spare.is_ready = None, False
@@ -1307,7 +1312,7 @@ class Adam(nn.Module):
 
 
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster

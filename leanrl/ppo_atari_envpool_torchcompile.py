@@ -621,7 +621,7 @@ class Adam(nn.Module):
 
 
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster

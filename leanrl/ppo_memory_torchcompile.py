@@ -14,8 +14,9 @@ by one. A minibatch is whole environments, from the states in which the rollout 
     python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru
     python leanrl/ppo_memory_torchcompile.py --env-id benchmarks.tmaze:TMaze-v0 --cell lru --compile
 
-What it learns, and how fast, is in the README ("Agents with a memory"). The default task is in this repository's folder
-benchmarks; a copy of the script needs an --env-id of its own.
+Its return in a T-maze of 10 steps is 1.00 ± 0.00 after 100,000 steps (at most 1; without a memory 0.5). What else it
+learns, and how fast: README, "Agents with a memory". The default task is in this repository's folder benchmarks; a copy
+of the script needs an --env-id of its own.
 To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
@@ -571,7 +572,7 @@ class Environments:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
-        """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
+        """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
         count = self.args.num_envs
         seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(count).tolist()
         if self.is_minigrid:
@@ -1126,7 +1127,7 @@ class MinGRU(LinearCell):
 class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
-    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, no parameter as there. Time constants begin log-uniform.
+    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Time constants begin log-uniform.
     """
 
     def __init__(self, size: int):
@@ -1344,7 +1345,7 @@ class Adam(nn.Module):
 
 
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
@@ -1513,6 +1514,8 @@ def main(args: Args) -> None:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = False  # of the eager GRU and LSTM; PyTorch's other products have it off
+    warnings.filterwarnings("ignore", "RNN module weights")  # lie apart: cuDNN copies them together
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")

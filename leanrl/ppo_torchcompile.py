@@ -474,7 +474,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -606,7 +606,7 @@ class Adam(nn.Module):
 
 
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back what they changed: parameters, random numbers."""
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster

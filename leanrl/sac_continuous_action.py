@@ -491,7 +491,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; no two environments, values of --seed or steps resumed at share a seed."""
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)

@@ -538,24 +538,48 @@ def program(tmp_path):
 
 def test_the_benchmark_from_end_to_end(program, tmp_path):
     output = tmp_path / "new" / "result.json"
-    flags = ("--actors", 0, "--nodes", 2, "--cores-per-node", 1, "--durations", 0.001, "--steps", 1, 5, 2000)
+    flags = ("--actors", 2, "--nodes", 2, "--cores-per-node", 1, "--durations", 0.001, "--steps", 1, 5, 2000)
     run = program("ray_scaling", *flags, "--seconds", 0.02, "--limit-seconds", 0.1, "--repeats", 1, "--output", output)
     status, err = run.end()
     assert status == 0, err
     result = json.loads(output.read_text())
     assert {*speed.RESULT_KEYS} < {*result} and result["ended"] and result["versions"]["ray"]
     cells = [(run["kind"], run["nodes"], run["actors"], run["steps"], run["mode"]) for run in result["runs"]]
-    assert cells == [("simulated", 2, 2, steps, mode) for steps in (1, 5) for mode in ray_scaling.MODES]
+    measured = [
+        ("measured", 1, 2, *cell[1:])
+        for cell in ray_scaling.with_graphs([(0.001, steps, mode) for steps in (1, 5) for mode in ray_scaling.MODES])
+    ]
+    assert cells == measured + [("simulated", 2, 2, steps, mode) for steps in (1, 5) for mode in ray_scaling.MODES]
+    assert [cell[-1] for cell in measured] == 2 * ["lockstep", "compiled graph", "double-buffered"]
     for run in result["runs"]:
         assert run["rounds"] >= 3 and run["driver_cpu_per_call"] > 0 and 0 <= run["cores_busy"] <= 1
         assert run["step_seconds"] >= 0.001 and run["late_seconds"] > 0  # on average, steps are not shorter than told
         share = run["sps"] * run["duration"] / run["actors"]
         # Double-buffered, the first of the rounds that count may have been over before
-        assert 0 < share <= (1 if run["mode"] == "lockstep" else 1 + 1 / run["rounds"])
+        assert 0 < share <= (1 + 1 / run["rounds"] if run["mode"] == "double-buffered" else 1)
         assert run["round_seconds"] == pytest.approx(run["seconds"] / run["rounds"], rel=0.01)
-    (memory,) = result["memory"]
-    assert 10e6 < memory["pss"] <= memory["rss"] < memory["rss_with_torch"] < 2e9
+    memory = result["memory"][0]
+    assert [each["kind"] for each in result["memory"]] == ["measured", "simulated"] and 10e6 < memory["pss"] <= memory[
+        "rss"
+    ] < memory["rss_with_torch"] < 2e9
     assert "simulated: 2 actors, 2 nodes: started in " in run_text(tmp_path)
+    assert {found["mode"] for found in result["fits"]} <= {*ray_scaling.MODES, "both"}
+
+
+def test_without_compiled_graphs(monkeypatch, tmp_path):
+    """A version of Ray that has none is named, and the other modes are measured."""
+    monkeypatch.setitem(sys.modules, "ray.dag", None)
+    envs = Recorder(monkeypatch)
+    envs.rollout, envs.close = (lambda *_: None), (lambda: None)
+    monkeypatch.setattr(ray_scaling, "RayVectorEnv", lambda env_fns: envs)
+    monkeypatch.setattr(ray_scaling, "running_ray", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(ray_scaling, "mean_step", lambda envs: {"step_seconds": 0.01, "late_seconds": 0.0})
+    monkeypatch.setattr(ray_scaling, "memory", lambda envs: {})
+    args = ray_scaling.Args(actors=4, nodes=(), durations=(0.01,), steps=(1,), repeats=2, seconds=0.01)
+    result = speed.new_result("ray_scaling", args, PROBE, "cpu") | {"memory": []}
+    ray_scaling.measure_all(args, result, tmp_path / "result.json")
+    assert [run["mode"] for run in result["runs"]] == [*ray_scaling.MODES, *reversed(ray_scaling.MODES)]
+    assert "ray.dag" in result["no_graph"] and len(json.loads((tmp_path / "result.json").read_text())["runs"]) == 4
 
 
 def run_text(folder):

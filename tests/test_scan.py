@@ -163,11 +163,21 @@ def test_calls_that_take_too_long(monkeypatch):
     assert line["reason"].startswith("a call would take about ")
 
 
-def test_long_loops_are_not_compiled():
-    lines = measured(scan_arms.Model("mingru", 17, 1, 1, "cpu"), arms=["compiled loop"], passes=["forward"])
-    assert (
-        "more than 64 steps, a cell's of more than 16 takes minutes" in lines["compiled loop", "forward", 0.3]["reason"]
-    )
+@pytest.mark.parametrize("name", ["recurrence", "lru", "lstm"])
+def test_long_loops_are_compiled_in_blocks(monkeypatch, traced, name):
+    """Each a call of what is compiled once, but for steps left over; a state goes from one to the next."""
+    monkeypatch.setattr(scan_arms, "UNROLLED", {"recurrence": 5, "cell": 5})
+    compiled, calls = scan_arms.compiled, []
+
+    def noted(function, device):
+        block = compiled(function, device)
+        return lambda *args: calls.append(len(args[-1])) or block(*args)
+
+    monkeypatch.setattr(scan_arms, "compiled", noted)
+    lines = measured(scan_arms.Model(name, 17, BATCH, SIZE, "cpu"), arms=["compiled loop"])
+    assert len(lines) == 2 and calls and {*calls} == {5} and len(calls) % 3 == 0
+    assert all(line["status"] == "finished" and line["error"] < 1e-5 for line in lines.values())
+    assert all("compile_seconds" in line for line in lines.values())
 
 
 def test_without_jax(monkeypatch):
@@ -340,7 +350,7 @@ def test_tables(result):
     rows = [["LRU", "64", "4", "n/a", "0.123", "", ""], ["LRU", "4,096", "4", "200", "20.0", "9.90", "30.0"]]
     assert linear == (header, [*rows, ["LRU", "4,096", "16", "", "20.0", "", ""]])
     assert gated == (["model", "T", "B", "eager loop, ms", "native, ms"], [["GRU", "4,096", "4", "500", "123"]])
-    assert ratios[1][1] == ["4,096", "4", "scan", "10.0", "n/a", "25.0", "n/a", "1.50"]
+    assert ratios[1][1] == ["4,096", "4", "scan", "10.0", "n/a", "n/a", "25.0", "n/a", "1.50"]
     (resets,), costs = scan.tables_of(result, "scan_resets"), scan.tables_of(result, "scan_costs")
     assert resets[0] == ["T = 4,096, B = 4", "arm", "0% resets, ms", "1% resets, ms"]
     assert ["LRU", "scan", "21.5", "20.0"] in resets[1] and ["GRU", "native", "123", "n/a"] in resets[1]
