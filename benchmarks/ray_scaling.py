@@ -30,9 +30,9 @@ those of both, by least squares of the relative error; the RMS of that is given,
 actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small. Saturated
 cells are left out of the fit.
 
-Actors of one node also take calls as a compiled graph of Ray's, in lockstep: channels in shared memory in the place of
-tasks. It is an interface for developers, which may go; a version of Ray that has none, or fails at it, is named in the
-result. The model has no part in it, nor have the scripts of leanrl/.
+With --compiled-graphs the actors of one node also take calls by a compiled graph of Ray's, in lockstep: channels in
+shared memory in the place of tasks. It is an interface for developers, which may go (where Ray has none, the result says
+so), and says much when it is interrupted. The model has no part in it, nor have the scripts of leanrl/.
 
 A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times,
 and the modes change places with each turn.
@@ -59,7 +59,7 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
-from ray_vector_env import RayVectorEnv, describe, running_ray
+from ray_vector_env import RayVectorEnv, describe, held_signals, running_ray
 from speed import (
     RESULTS,
     check_output,
@@ -107,6 +107,8 @@ class Args:
     """seconds that a call's steps may take; a cell of longer ones is modelled only"""
     repeats: int = 3
     """turns of all cells of a cluster"""
+    compiled_graphs: bool = False
+    """measure the actors of one node with calls by compiled graphs of Ray's, too"""
     quick: bool = False
     """a short version: no simulated nodes, two durations, one turn"""
     output: Path | None = None
@@ -192,12 +194,13 @@ def sending(envs: RayVectorEnv, steps: int, mode: str) -> Iterator[Callable[[], 
 
     envs.rollout(act, 1)  # the actors go on with this policy
     DAGContext.get_current().get_timeout = 600  # seconds
-    with InputNode() as given:
+    with held_signals(), InputNode() as given:
         graph = MultiOutputNode([actor.rollout.bind(given) for actor in envs.actors]).experimental_compile()
     try:
         yield lambda: envs._pending.append((graph.execute(steps), steps, None))
     finally:
-        graph.teardown()
+        with held_signals():
+            graph.teardown()
 
 
 def measure(envs: RayVectorEnv, duration: float, steps: int, mode: str, seconds: float) -> dict:
@@ -288,9 +291,9 @@ def measure_all(args: Args, result: dict, output: Path) -> None:
             try:
                 for repeat in range(1, args.repeats + 1):
                     cells = cells_of(args, repeat)
-                    for duration, steps, mode in with_graphs(cells) if cluster.kind == "measured" else cells:
-                        if mode == GRAPH and "no_graph" in result:
-                            continue
+                    if args.compiled_graphs and cluster.kind == "measured" and "no_graph" not in result:
+                        cells = with_graphs(cells)
+                    for duration, steps, mode in cells:
                         load = round(os.getloadavg()[0], 2)
                         run = cluster.about() | {"duration": duration, "steps": steps, "mode": mode, "repeat": repeat}
                         try:

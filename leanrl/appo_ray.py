@@ -1140,9 +1140,10 @@ class Fleet:
             if self.clock - self.heard_at > self.args.actor_timeout + PATIENCE:
                 raise RunError(f"no actor answers any more; the last cause: {self.cause}")
 
-    def ask_head(self) -> None:
-        """Raises RunError if the cluster's head has been lost; a minute later Ray would end this process."""
-        if self.clock - self.head_asked_at < 4:
+    def ask_head(self, pause: float = 4) -> None:
+        """Every `pause` seconds, raises RunError if the cluster's head has been lost; a minute later Ray would end this
+        process."""
+        if self.clock - self.head_asked_at < pause:
             return
         self.head_asked_at = self.clock
         try:
@@ -1219,6 +1220,9 @@ class Fleet:
             return
         if spare.actor is None:
             if self.head_failures or not all(seat.is_ready for seat in self.seats):
+                return
+            self.ask_head(pause=0)
+            if self.head_failures:  # without a head, what follows would wait for one
                 return
             if self.ray.available_resources().get("CPU", 0) < 1:
                 spare.retry_at = self.clock + 30

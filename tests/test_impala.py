@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -264,6 +265,8 @@ def test_with_lag_the_loss_is_v_traces(script, vtrace):
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
         if "compile" in script:
             played.agent.network.copy_(played.agent.module.flatten())
+    network = played.module.make_network((4,), 2).double()
+    network.load_state_dict(played.network.state_dict())
     if "compile" in script:
         gradient = torch.func.grad(lambda flat: played.agent.impala_loss(flat, played.agent.batch.tensors)[0])(
             played.agent.network
@@ -275,8 +278,6 @@ def test_with_lag_the_loss_is_v_traces(script, vtrace):
     ours, logged = played.loss()
 
     args, batch = played.agent.args, {name: tensor.double() for name, tensor in played.agent.batch.tensors.items()}
-    network = copy.deepcopy(played.network).double()
-    network.zero_grad()
     logits, value = network(batch["observation"])
     value = 3 * value
     log_probs, rows = torch.log_softmax(logits[:-1], -1), batch["valid"] > 0
@@ -524,7 +525,8 @@ def test_weights_that_are_no_numbers_end_a_run(launch, monkeypatch, script):
         return found
 
     monkeypatch.setattr(agent_class, "weights", weights_and_nan)
-    run = launch(script, *small("--num-envs", 2), raises=SystemExit)
+    flags = ["--num-envs", 2, *(["--num-minibatches", 2] if "appo" in script else [])]
+    run = launch(script, *small(*flags), raises=SystemExit)
     assert run.summary["status"] == "failed" and run.summary["updates"] > 0 and run.summary["global_step"] < 100
     assert f"policy is not finite at step {run.summary['global_step']}" in run.error.code
 
@@ -831,9 +833,9 @@ def fleet():
         return fleet.made[-1]
 
     fleet.remote = SimpleNamespace(remote=make)
-    fleet.done, fleet.answers = [], {}
+    fleet.done, fleet.answers, fleet.ask_head = [], {}, lambda **_: None
 
-    def wait(references, num_returns, timeout, fetch_local=True):
+    def wait(references, num_returns=1, timeout=None, fetch_local=True):
         """As Ray's: which of several that are done it takes is its own affair, the order is that of the references."""
         done = [reference for reference in references if reference in fleet.done]
         done = done[-num_returns:]
@@ -864,6 +866,18 @@ def test_when_a_spare_actor_is_made(fleet):
     assert fleet.made == [fleet.spare.actor] and len(fleet.spare.calls) == 1
 
 
+def test_no_spare_actor_is_asked_for_without_a_head(fleet):
+    """Ray would wait for one, and in the end take this process with it."""
+    with contextlib.closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        fleet.head = unused.getsockname()
+    del fleet.ask_head
+    fleet.ray.available_resources = pytest.fail
+    for _ in range(3):
+        fleet.tend_spare()
+    assert fleet.made == [] and fleet.head_failures == 1 and fleet.cause == "none has started yet"
+
+
 def test_a_spare_actor_that_hangs_is_replaced(fleet):
     fleet.tend_spare()
     (hung,) = fleet.made
@@ -884,7 +898,6 @@ def test_actors_have_their_turns_in_order(fleet, monkeypatch):
     So the lag is bounded: it is at most the number of calls in flight.
     """
     module, sequences = importlib.import_module("impala_ray"), [0, 0]
-    monkeypatch.setattr(module.Fleet, "ask_head", lambda fleet: None)
     monkeypatch.setattr(module.Fleet, "check_raylet", lambda fleet: None)
     fleet.run.stop = None
     fleet.looked_at, fleet.published = time.monotonic(), [([], None, 0)]
@@ -1009,7 +1022,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(start, cluster, tmp_path, s
     import ray
 
     names, deadline = ("CPU", "object_store_memory"), time.monotonic() + 60
-    free = {name: ray.cluster_resources()[name] for name in names}
+    before = {name: ray.available_resources()[name] for name in names}
     flags = ["--ray-address", cluster.address, "--num-actors", 2, "--total-timesteps", 3000, "--no-cuda"]
     process = start(script, *flags, "--output-dir", tmp_path)
     out, err = process.communicate(timeout=200)
@@ -1018,8 +1031,8 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(start, cluster, tmp_path, s
     assert summary["status"] == "finished" and summary["updates"] > 0 and summary["actor_restarts"] == 0
     assert [node["Alive"] for node in ray.nodes()].count(True) == 2
     # Nothing of the run holds a processor or memory of Ray's (whose own count of these comes late)
-    while (left := {name: ray.available_resources().get(name) for name in names}) != free:
-        assert time.monotonic() < deadline, (left, free)
+    while any((left := ray.available_resources()).get(name, 0) < before[name] for name in names):
+        assert time.monotonic() < deadline, (left, before)
         time.sleep(0.2)
 
 
@@ -1048,7 +1061,7 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
     monkeypatch.setattr(module.Run, "end_step", end_step_and_remove)
     flags = fleet_flags("--num-actors", 3, "--total-timesteps", 10**9, "--actor-timeout", 60)
     run = launch("impala_ray", *flags, env_id="ray_environments:Sound-v0", raises=SystemExit)
-    summary = check_ledger(run, taken)
+    summary = check_ledger(run, taken, down=3)
     assert len(removed) == 2 and summary["status"] == "failed"
     first, second = taken_then
     late = [stamp[0] for stamp in taken[first:second]][10:]  # without what was in flight at the first removal

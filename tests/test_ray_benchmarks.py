@@ -538,7 +538,8 @@ def program(tmp_path):
 
 def test_the_benchmark_from_end_to_end(program, tmp_path):
     output = tmp_path / "new" / "result.json"
-    flags = ("--actors", 2, "--nodes", 2, "--cores-per-node", 1, "--durations", 0.001, "--steps", 1, 5, 2000)
+    flags = ("--actors", 2, "--compiled-graphs", "--nodes", 2, "--cores-per-node", 1, "--durations", 0.001)
+    flags += ("--steps", 1, 5, 2000)
     run = program("ray_scaling", *flags, "--seconds", 0.02, "--limit-seconds", 0.1, "--repeats", 1, "--output", output)
     status, err = run.end()
     assert status == 0, err
@@ -575,7 +576,8 @@ def test_without_compiled_graphs(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_scaling, "running_ray", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(ray_scaling, "mean_step", lambda envs: {"step_seconds": 0.01, "late_seconds": 0.0})
     monkeypatch.setattr(ray_scaling, "memory", lambda envs: {})
-    args = ray_scaling.Args(actors=4, nodes=(), durations=(0.01,), steps=(1,), repeats=2, seconds=0.01)
+    sizes = {"nodes": (), "durations": (0.01,), "steps": (1,), "repeats": 2, "seconds": 0.01}
+    args = ray_scaling.Args(actors=4, compiled_graphs=True, **sizes)
     result = speed.new_result("ray_scaling", args, PROBE, "cpu") | {"memory": []}
     ray_scaling.measure_all(args, result, tmp_path / "result.json")
     assert [run["mode"] for run in result["runs"]] == [*ray_scaling.MODES, *reversed(ray_scaling.MODES)]
