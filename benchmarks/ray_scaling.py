@@ -30,9 +30,10 @@ those of both, by least squares of the relative error; the RMS of that is given,
 actors' share of a call takes the driver's cores, so that c is too large for a cluster rather than too small. Saturated
 cells are left out of the fit.
 
-With --compiled-graphs the actors of one node also take calls by a compiled graph of Ray's, in lockstep: channels in
-shared memory in the place of tasks. It is an interface for developers, which may go (where Ray has none, the result says
-so), and says much when it is interrupted. The model has no part in it, nor have the scripts of leanrl/.
+With --compiled-graphs actors of one node also take calls by a compiled graph of Ray's, in lockstep: channels in shared
+memory in the place of tasks, in other actors than those of the other modes. It is an interface for developers, and may
+go (where Ray has none, the result says so); if it is interrupted, it says much. The model has no part in it, nor have
+the scripts of leanrl/.
 
 A cell is at least 3 rounds and --seconds of them, after one that is not counted; the cells take turns, --repeats times,
 and the modes change places with each turn.
@@ -199,6 +200,7 @@ def sending(envs: RayVectorEnv, steps: int, mode: str) -> Iterator[Callable[[], 
     try:
         yield lambda: envs._pending.append((graph.execute(steps), steps, None))
     finally:
+        envs._steps = steps  # of the actors' last call
         with held_signals():
             graph.teardown()
 
@@ -267,21 +269,24 @@ def plan(args: Args) -> list[Cluster]:
     return clusters + [Cluster("simulated", n, n * args.cores_per_node) for n in dict.fromkeys(args.nodes)]
 
 
-def cells_of(args: Args, repeat: int = 1) -> list[tuple[float, int, str]]:
+def cells_of(args: Args, repeat: int = 1, modes: Sequence[str] = tuple(MODES)) -> list[tuple[float, int, str]]:
     """The (duration, steps, mode) that are short enough; each time the other mode comes first."""
     durations, steps = sorted(set(args.durations), reverse=True), sorted(set(args.steps))
     pairs = [(d, k) for d in durations for k in steps if k * d <= args.limit_seconds * (1 + 1e-9)]
-    return [(d, k, mode) for d, k in pairs for mode in list(MODES)[:: 1 if repeat % 2 else -1]]
+    return [(d, k, mode) for d, k in pairs for mode in modes[:: 1 if repeat % 2 else -1]]
 
 
-def with_graphs(cells: Sequence[tuple[float, int, str]]) -> list[tuple[float, int, str]]:
-    """Each cell in lockstep also as a compiled graph, in its turn."""
-    return [own for cell in cells for own in ([cell, (*cell[:2], GRAPH)] if cell[2] == "lockstep" else [cell])]
+def passes_of(args: Args) -> list[tuple[Cluster, Sequence[str]]]:
+    """Each cluster with the modes that are measured in it; compiled graphs have actors of their own, as they weigh down
+    what has them (each imports torch)."""
+    passes = [(cluster, tuple(MODES)) for cluster in plan(args)]
+    graphs = [(cluster, (GRAPH,)) for cluster in plan(args) if args.compiled_graphs and cluster.kind == "measured"]
+    return passes + graphs
 
 
 def measure_all(args: Args, result: dict, output: Path) -> None:
     """Measures each cell of each cluster, turn by turn, into `result["runs"]`."""
-    for cluster in plan(args):
+    for cluster, modes in passes_of(args):
         started = time.perf_counter()
         nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
         print(f"{cluster.kind}: {cluster.actors} actors, {nodes}: ", end="", flush=True)
@@ -290,19 +295,10 @@ def measure_all(args: Args, result: dict, output: Path) -> None:
             print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
             try:
                 for repeat in range(1, args.repeats + 1):
-                    cells = cells_of(args, repeat)
-                    if args.compiled_graphs and cluster.kind == "measured" and "no_graph" not in result:
-                        cells = with_graphs(cells)
-                    for duration, steps, mode in cells:
+                    for duration, steps, mode in cells_of(args, repeat, modes):
                         load = round(os.getloadavg()[0], 2)
                         run = cluster.about() | {"duration": duration, "steps": steps, "mode": mode, "repeat": repeat}
-                        try:
-                            run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
-                        except (ImportError, AttributeError, NotImplementedError) as error:
-                            if mode != GRAPH:
-                                raise
-                            result["no_graph"] = describe(error)
-                            continue
+                        run |= {"load_before": load} | measure(envs, duration, steps, mode, args.seconds)
                         run |= mean_step(envs) | {"status": "finished"}
                         result["runs"].append(run)
                         write(result, output)
@@ -310,9 +306,15 @@ def measure_all(args: Args, result: dict, output: Path) -> None:
                         about = f"{repeat} of {args.repeats}: {duration:g} s, K = {steps:,}, {mode}"
                         saturated = ", saturated" if run["cores_busy"] > SATURATED else ""
                         print(f"{about}: {show(run['sps'], 0)} steps/s, {share:.1%}{saturated}", flush=True)
-                if sys.platform == "linux":
+                if sys.platform == "linux" and GRAPH not in modes:
                     result["memory"].append(cluster.about() | memory(envs))
                     write(result, output)
+            except (ImportError, AttributeError) as error:
+                if GRAPH not in modes:
+                    raise
+                result["no_graph"] = describe(error)
+                print(f"compiled graphs: n/a, {result['no_graph']}", flush=True)
+                write(result, output)
             finally:
                 envs.close()
 

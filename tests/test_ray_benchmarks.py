@@ -546,12 +546,9 @@ def test_the_benchmark_from_end_to_end(program, tmp_path):
     result = json.loads(output.read_text())
     assert {*speed.RESULT_KEYS} < {*result} and result["ended"] and result["versions"]["ray"]
     cells = [(run["kind"], run["nodes"], run["actors"], run["steps"], run["mode"]) for run in result["runs"]]
-    measured = [
-        ("measured", 1, 2, *cell[1:])
-        for cell in ray_scaling.with_graphs([(0.001, steps, mode) for steps in (1, 5) for mode in ray_scaling.MODES])
-    ]
-    assert cells == measured + [("simulated", 2, 2, steps, mode) for steps in (1, 5) for mode in ray_scaling.MODES]
-    assert [cell[-1] for cell in measured] == 2 * ["lockstep", "compiled graph", "double-buffered"]
+    usual, simulated = ([(*about, mode) for mode in ray_scaling.MODES] for about in (("measured", 1), ("simulated", 2)))
+    groups = (usual, simulated, [("measured", 1, ray_scaling.GRAPH)])
+    assert cells == [(kind, n, 2, k, mode) for group in groups for k in (1, 5) for kind, n, mode in group]
     for run in result["runs"]:
         assert run["rounds"] >= 3 and run["driver_cpu_per_call"] > 0 and 0 <= run["cores_busy"] <= 1
         assert run["step_seconds"] >= 0.001 and run["late_seconds"] > 0  # on average, steps are not shorter than told
@@ -565,6 +562,16 @@ def test_the_benchmark_from_end_to_end(program, tmp_path):
     ] < memory["rss_with_torch"] < 2e9
     assert "simulated: 2 actors, 2 nodes: started in " in run_text(tmp_path)
     assert {found["mode"] for found in result["fits"]} <= {*ray_scaling.MODES, "both"}
+
+
+def test_calls_by_a_compiled_graph(ray, made):
+    """Each has as many steps as it is told, in turn with usual calls."""
+    envs, graph = made([partial(ray_scaling.Sleeping, 4)] * 2), ray_scaling.GRAPH
+    for mode, steps in (("lockstep", 1), (graph, 5), ("lockstep", 1), (graph, 1), ("double-buffered", 5), (graph, 5)):
+        run = ray_scaling.measure(envs, 0.001, steps, mode, 0.02)
+        calls = run["rounds"] + ray_scaling.MODES.get(mode, 1)
+        counts = [count for *_, count in ray.get([a.__ray_call__.remote(ray_scaling.steps_of) for a in envs.actors])]
+        assert counts == [steps * calls + (mode == graph)] * 2 and run["rounds"] >= 3  # a step brings the policy
 
 
 def test_without_compiled_graphs(monkeypatch, tmp_path):
