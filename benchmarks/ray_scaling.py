@@ -526,8 +526,7 @@ TITLES = {
     "ray_nodes": "the issue's clusters: as published, and modelled (in brackets simulated) here",
 }
 CAPTIONS = {
-    "ray_scaling": "Medians of {turns}. Compiled graph: Ray's, in lockstep, on one node alone. SPS: steps/s of all"
-    " actors; efficiency: SPS × step / actors, with the step that"
+    "ray_scaling": "Medians of {turns}. SPS: steps/s of all actors; efficiency: SPS × step / actors, with the step that"
     " was asked for, not the one that it lasted; core: one sleeping actor. Steps sleep, on Linux without the 50 µs of"
     " timer slack (PR_SET_TIMERSLACK); what a sleep is late by, up to 100 µs, is taken off the next. Measured: one Ray"
     " node; simulated: several nodes, all of them on one machine, without a network. †: the machine's own cores were"
