@@ -1021,8 +1021,15 @@ def test_lost_weights_go_out_anew(launch, cluster, taken, monkeypatch, lag, flag
 def test_a_run_joins_a_cluster_and_leaves_it_running(start, cluster, tmp_path, script):
     import ray
 
-    names, deadline = ("CPU", "object_store_memory"), time.monotonic() + 60
-    before = {name: ray.available_resources()[name] for name in names}
+    names, deadline = ("CPU", "object_store_memory"), time.monotonic() + 300
+
+    def wait_until_free(least):  # Ray's own count of these comes late
+        while any((left := ray.available_resources()).get(name, 0) < value for name, value in least.items()):
+            assert time.monotonic() < deadline, (left, least)
+            time.sleep(0.2)
+        return left
+
+    before = wait_until_free({"CPU": 2})  # what earlier tests had
     flags = ["--ray-address", cluster.address, "--num-actors", 2, "--total-timesteps", 3000, "--no-cuda"]
     process = start(script, *flags, "--output-dir", tmp_path)
     out, err = process.communicate(timeout=200)
@@ -1030,10 +1037,7 @@ def test_a_run_joins_a_cluster_and_leaves_it_running(start, cluster, tmp_path, s
     (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json"))
     assert summary["status"] == "finished" and summary["updates"] > 0 and summary["actor_restarts"] == 0
     assert [node["Alive"] for node in ray.nodes()].count(True) == 2
-    # Nothing of the run holds a processor or memory of Ray's (whose own count of these comes late)
-    while any((left := ray.available_resources()).get(name, 0) < before[name] for name in names):
-        assert time.monotonic() < deadline, (left, before)
-        time.sleep(0.2)
+    wait_until_free({name: before[name] for name in names})  # nothing of the run holds any
 
 
 def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster, taken, monkeypatch):
