@@ -1116,8 +1116,8 @@ class Fleet:
             waiting = {seat.calls[0][0]: seat for seat in (self.spare, *self.seats) if seat.calls}
             references, done = [*self.orphans, *waiting], []  # the first that is done is taken
             if references:
-                self.ray.wait(references, num_returns=1, timeout=0.1)  # of several that are done, it may choose any
-                done, _ = self.ray.wait(references, num_returns=len(references), timeout=0)
+                done, _ = self.ray.wait(references, num_returns=len(references), timeout=0)  # all that are, in order
+                done = done or self.ray.wait(references, num_returns=1, timeout=0.1)[0]
             else:
                 time.sleep(0.05)
             if self.run.stop is not None:

@@ -1185,7 +1185,7 @@ def test_a_process_of_ray_s_that_dies_ends_the_run_with_a_checkpoint(start, tmp_
     """Ray would end the learner from within: a minute after the server of the cluster's head was gone, or at the next
     use of the raylet's memory, and does so if it dies during one (which is rare here, with long fragments). Its agents,
     which would live on, are ended, too."""
-    process = start_endless(start, tmp_path, "--fragment-length", 2048)
+    process = start_endless(start, tmp_path, "--fragment-length", 8192)
     wait_for_lines(process, tmp_path, 1)
     names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
     (server,) = [pid for pid, name in names.items() if process_name in name.partition("\0")[0]]
