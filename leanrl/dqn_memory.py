@@ -1466,8 +1466,8 @@ def main(args: Args) -> None:
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = False  # of the eager GRU and LSTM; PyTorch's other products have it off
-    warnings.filterwarnings("ignore", "RNN module weights")  # lie apart: cuDNN copies them together
+    torch.backends.cudnn.allow_tf32 = False  # else cuDNN's GRU and LSTM would learn with less precision than they act
+    warnings.filterwarnings("ignore", "RNN module weights")  # cuDNN copies them into one block
     if args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
