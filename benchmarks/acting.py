@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
 
 from speed import SCRIPTS
 
@@ -19,6 +19,7 @@ atari = importlib.import_module("ppo_atari_envpool")
 ACTIONS = 4  # Breakout's
 # Calls that compile: on CUDA the second captures the graph, in backends and modes with one
 FIRST_CALLS = {"cpu": 1, "cuda": 2}
+set_compilation_metrics_limit(100_000)  # torch forgets all but the last 64, and `compilations` counts them
 
 
 def explore(network: torch.nn.Module, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
