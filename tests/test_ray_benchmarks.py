@@ -779,6 +779,20 @@ def test_one_fit_of_both_modes():
     assert ray_scaling.fit([made_line("lockstep", 16, 1.0, k, 0, 0) for k in (1, 10, 100)])["rms_below_95"] is None
 
 
+def test_a_cost_that_no_cell_shows_is_not_told():
+    """Double-buffered calls cost what the cells say in which they take longest: one such cell may be chance."""
+    for sizes, is_seen in (([(1.0, 1), (0.1, 1), (0.1, 10)], False), ([(1.0, 1), (1e-4, 1), (1e-3, 1)], True)):
+        lines = [made_line("double-buffered", 16, *size, 7e-4, 5e-5) for size in sizes]
+        ((header, (row,)),) = [
+            ray_scaling.fit_table({"medians": lines, "fits": ray_scaling.fits_of(lines), "memory": []})
+        ]
+        shown = row[header.index("cost c of a call, µs")]
+        assert shown == ("700" if is_seen else "not seen")
+        lines = [line | {"mode": "lockstep"} for line in lines]  # of which every cell tells
+        _, (row,) = ray_scaling.fit_table({"medians": lines, "fits": ray_scaling.fits_of(lines), "memory": []})
+        assert row[header.index("cost c of a call, µs")] != "not seen"
+
+
 def test_the_fit_is_the_least_of_all():
     """Against a search: relative squares, and no parameter below zero where the best of all would be."""
     random = np.random.default_rng(1)
