@@ -42,6 +42,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -106,6 +107,8 @@ class Args:
     """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
     forced_lag: Natural = 0
     """versions by which the actors' weights are kept behind the newest, to study lag"""
+    max_lag: Count = 1_000
+    """versions beyond --forced-lag by which a fragment may be old; one that is older counts as lost"""
     fragment_length: Count = 32
     """steps of each environment in a fragment, which is what an actor makes in a call"""
     batch_fragments: Count = 1
@@ -456,11 +459,17 @@ class Run(contextlib.AbstractContextManager):
 
 
 def check_ray(args: Args) -> None:
-    """Ends the program with exit status 2 if it can't have the actors that are asked for."""
+    """Ends the program with exit status 2 if it can't have the actors that are asked for; sets Ray's defaults."""
     if args.num_actors and importlib.util.find_spec("ray") is None:
         fail("num_actors", args.num_actors, "needs the ray package: pip install ray")
     if args.ray_address is not None and not args.num_actors:
         fail("ray_address", args.ray_address, "needs --num-actors of at least 1")
+    if args.num_actors and "ray" not in sys.modules:  # which reads them when it is imported, maybe by an environment
+        defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
+        if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
+            defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+            defaults |= {"RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ.update(defaults | os.environ)
 
 
 # ---- Environments ----
@@ -636,541 +645,6 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
     return host, host.to(device)
 
 
-# ---- Actors ----
-PATIENCE = 60  # seconds beyond --actor-timeout in which no actor delivers, before the run gives up
-
-
-def act_discrete(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Sampled actions and their log-probabilities; [N, ...] -> [N], [N]."""
-    logits, _ = network(torch.from_numpy(observation))
-    log_probs = F.log_softmax(logits, -1).numpy()
-    action = (log_probs + rng.gumbel(size=log_probs.shape)).argmax(1)  # Gumbel-max
-    return action, np.take_along_axis(log_probs, action[:, None], 1).squeeze(1)
-
-
-class RunError(Exception):
-    """Ends a run with its message in place of a traceback."""
-
-
-class Actor:
-    """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
-
-    `start` raises RuntimeError if the environments can't be made.
-
-    A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
-    each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
-    """
-
-    def __init__(self, args: Args, make_envs: Callable, build: Callable, act: Callable):
-        self.args, self.make_envs, self.build, self.act = args, make_envs, build, act
-        self.number = self.envs = None
-
-    def start(self, number: int, incarnation: int, step: int) -> None:
-        """Makes environments and policy: in a call, as Ray tells nothing of an actor that dies while it is made."""
-        args, self.network = self.args, self.build()
-        sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
-        seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(said) if args.num_actors else contextlib.nullcontext():
-                self.envs = self.make_envs(args, seed, step)
-        except SystemExit:  # which would end the process without a word of why
-            if not args.num_actors:
-                raise
-            said = " ".join(said.getvalue().split()).removeprefix("error: ")
-            raise RuntimeError(said or "the environments end the process") from None
-        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
-        with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
-            self.act(self.network, self.envs.observation, np.random.default_rng())
-        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
-
-    def ready(self, number: int, incarnation: int, step: int) -> int:
-        """Which of the lives of the actor of this number it is; answered when it has started."""
-        if self.number != number:
-            is_idle = self.envs is None
-            if not is_idle:  # it was out of reach, and has become the spare one
-                self.envs.close()
-            self.start(number, incarnation, step)
-            os.nice(4 * is_idle)  # one that starts goes before those at work: a lost one is back soon
-        return self.incarnation
-
-    def stand_by(self) -> None:
-        """Answered when this process has imported torch, which takes longest of a start."""
-
-    @torch.no_grad()
-    def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
-        """A fragment made with these weights. Raises RunError if a number in it is not finite."""
-        if version != self.version:
-            own = (*self.network.parameters(), *self.network.buffers())
-            for tensor, value in zip(own, weights, strict=True):
-                tensor.copy_(torch.tensor(value))
-            self.version = version
-        # Totals of the episodes so far, with which the learner's go on even after a fragment that was lost
-        fragment = {"stamp": np.array([self.number, self.incarnation, self.sequence, version])}
-        fragment |= {"return_before": self.returns.copy(), "length_before": self.lengths.copy()}
-        frames, steps = list(self.envs.frames.copy()), []
-        for _ in range(self.args.fragment_length):
-            action, log_prob = self.act(self.network, self.envs.observation, self.rng)
-            step = self.envs.step(action)
-            frames.append(self.envs.frames[-1].copy())
-            steps.append({"action": action, "log_prob": log_prob, **step})
-            goes_on = ~(step["over"] | step["truncated"])
-            self.returns = (self.returns + step["score"] * step["valid"]) * goes_on
-            self.lengths = (self.lengths + step["valid"]) * goes_on
-        fragment |= {name: np.stack([step[name] for step in steps]) for name in steps[0]}
-        fragment["observation"] = np.stack(frames)
-        for whose, name in (("environment", "observation"), ("environment", "reward"), ("policy", "log_prob")):
-            if not np.isfinite(fragment[name].sum(dtype=np.float64)):
-                raise RunError(f"the {whose}'s {name} is not finite")
-        self.sequence += 1
-        return fragment
-
-
-@contextlib.contextmanager
-def handling(handler: Callable) -> Iterable[None]:
-    """Has SIGINT and SIGTERM handled by `handler`."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def end_ray_processes(folder: str) -> None:
-    """On Linux, kills Ray's processes that write to this session's folder: Ray's agents live for long without its head.
-
-    What an environment has started under a name of its own is left alone.
-    """
-    import ray
-
-    package, folder = os.path.dirname(ray.__file__), os.path.realpath(folder)
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            name, *arguments = path.joinpath("cmdline").read_text(errors="replace").split("\0")
-            is_ray = name.startswith("ray::") or os.path.basename(name) in ("raylet", "gcs_server")
-            if int(path.name) == os.getpid() or not (is_ray or any(x.startswith(package) for x in arguments[:3])):
-                continue
-            for file in path.glob("fd/*"):
-                if os.path.realpath(file).startswith(folder + os.sep):
-                    os.kill(int(path.name), signal.SIGKILL)
-                    break
-
-
-@contextlib.contextmanager
-def ray_session(args: Args) -> Iterable[None]:
-    """Starts Ray on this machine, or joins the cluster of --ray-address; leaves no process and no memory behind."""
-    if not args.num_actors:
-        yield
-        return
-    if "ray" not in sys.modules:  # which reads this when it is imported
-        defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
-        if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
-            defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
-            defaults |= {"RAY_USAGE_STATS_ENABLED": "0"}
-        os.environ.update(defaults | os.environ)
-    import ray
-
-    host, _, port = (args.ray_address or "").rpartition(":")
-    if args.ray_address not in (None, "auto"):
-        if not (host and port.isdecimal()) or "://" in host:
-            fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
-        try:  # where nobody answers, Ray would try for minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        except (OSError, OverflowError, UnicodeError) as error:
-            fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
-    is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
-    folder = None  # where the processes that are started here write
-    held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
-    options = {"address": args.ray_address or "local"}
-    if not args.ray_address:  # a CPU for each actor and for a spare one, that all may start however few there are
-        options |= {"include_dashboard": False, "num_cpus": args.num_actors + 1}
-    try:
-        try:  # Ray sets handlers of its own
-            with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):
-                if is_own:
-                    options |= {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
-                    session = ray.init(**options).address_info
-                    folder = None if args.ray_address else session["session_dir"]
-        except Exception as error:  # on a machine that is too busy Ray raises just that
-            if not held:
-                flag = "ray_address" if args.ray_address else "num_actors"
-                fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
-        if held:
-            sys.exit(128 + held[0])
-        yield
-    finally:
-        with handling(signal.SIG_IGN):
-            ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-            if is_own:
-                ray.shutdown()
-            if folder is not None:
-                end_ray_processes(folder)
-
-
-@dataclass
-class Seat:
-    """The place of one actor: the process that holds it, and what is known of that."""
-
-    number: int | None  # None: the spare one's
-    actor: object = None  # Ray's handle; None while nobody holds the seat
-    # Calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference
-    calls: list = field(default_factory=list)
-    lives: int = 0  # times that it has been asked to start
-    incarnation: int | None = None  # the life that answered last; None if none has since the seat was given up
-    is_ready: bool = False  # whether it has answered since it was started, or since it was unavailable
-    failures: int = 0  # times that it has failed since it last delivered
-    heard_at: float = 0.0  # when it last answered, or was started
-    retry_at: float = 0.0  # when to go on with it
-
-
-@dataclass
-class Ledger:
-    """What has become of the fragments in all of a run, stretches before --resume included: checkpoints keep it."""
-
-    delivered: int = 0
-    lost: int = 0
-    consumed: int = 0
-    restarts: int = 0
-    lag_min: int | None = None
-    lag_max: int | None = None
-    lag_sum: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-    def state_dict(self) -> dict[str, float | None]:
-        return vars(self).copy()
-
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        vars(self).update(state)
-
-    def deliver(self, lag: int, size: int) -> None:
-        """Enters a fragment of `size` bytes."""
-        self.delivered, self.lag_sum, self.bytes = self.delivered + 1, self.lag_sum + lag, self.bytes + size
-        self.lag_min = lag if self.lag_min is None else min(lag, self.lag_min)
-        self.lag_max = lag if self.lag_max is None else max(lag, self.lag_max)
-
-    def summary(self) -> dict[str, float | None]:
-        """For summary.json; bytes are of fragments."""
-        lag_mean = round(self.lag_sum / self.delivered, 4) if self.delivered else None
-        lags = {"lag_min": self.lag_min, "lag_mean": lag_mean, "lag_max": self.lag_max}
-        counts = {f"fragments_{name}": getattr(self, name) for name in ("delivered", "lost", "consumed")}
-        rate = round(self.bytes / self.seconds) if self.seconds else 0
-        return lags | counts | {"actor_restarts": self.restarts, "bytes_per_second": rate}
-
-
-class Fleet:
-    """The actors and the ledger of their fragments: none delivered is learned from twice, each lost is counted.
-
-    An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
-    call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
-    hangs or raises is replaced, which costs the fragments of its calls in flight, no more: by the spare actor if that
-    stands by, with torch imported. A cluster of --ray-address has none, as its CPUs may be meant for others. If no
-    actor can go on, or Ray can't, or the weights are not finite, `take` and `publish` raise RunError. Without Ray the
-    one actor is called here; its errors are the run's.
-
-    A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
-    about (2 A - 1) / --batch-fragments.
-    """
-
-    def __init__(self, args: Args, run: Run, ledger: Ledger, make_envs: Callable, build: Callable, act: Callable):
-        self.args, self.run, self.ledger, self.recipe = args, run, ledger, (args, make_envs, build, act)
-        self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
-        self.lags = collections.deque(maxlen=args.batch_fragments)  # of the newest fragments
-        self.taken = 0  # fragments since the last version of the weights, which the next is learned from
-        self.sequences = {}  # last of each incarnation of an actor
-        self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
-        self.spare = Seat(None)
-        self.orphans = {}  # calls to actors that have been replaced, and whether they are of a fragment
-        self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds, as `wait` counts them
-        self.head_failures = 0  # in a row
-
-    def __enter__(self):
-        self.looked_at = self.published_at = time.monotonic()
-        if self.args.num_actors:
-            import ray
-
-            self.ray, here = ray, ray.get_runtime_context()
-            host, port = here.gcs_address.rsplit(":", 1)
-            self.head = (host.strip("[]"), port)
-            socket_name = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == here.get_node_id())
-            self.raylet = socket.socket(socket.AF_UNIX)
-            try:
-                self.raylet.connect(socket_name)
-            except OSError as error:
-                self.raylet.close()
-                sys.exit(f"error: Ray's own process on this machine, the raylet, can't be reached ({error})")
-            self.raylet.setblocking(False)
-            # Ray restarts a process that has died but repeats no call (max_task_retries=0): steps can't be taken back
-            self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
-        else:
-            self.actor = Actor(*self.recipe)
-            self.actor.start(number=0, incarnation=0, step=self.run.global_step)
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        self.ledger.lost += sum(self.orphans.values())
-        self.ledger.seconds += time.monotonic() - self.published_at if self.version >= 0 else 0
-        self.run.about |= self.ledger.summary()
-        (self.raylet if self.seats else self.actor.envs).close()
-        self.published.clear()
-        self.orphans.clear()
-        for seat in (*self.seats, self.spare):
-            seat.calls.clear()
-            if seat.actor is not None:
-                with contextlib.suppress(self.ray.exceptions.RayError):
-                    self.ray.kill(seat.actor)
-        if kind is RunError:
-            sys.exit(f"error: {error}")
-
-    def publish(self, weights: Sequence[torch.Tensor]) -> None:
-        """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
-        now = time.monotonic()
-        self.ledger.seconds += now - self.published_at if self.version >= 0 else 0  # what is compiled has been compiled
-        self.ledger.consumed += self.taken
-        self.published_at, self.version, self.taken = now, self.version + 1, 0
-        arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
-        self.is_sound = all(np.isfinite(array.sum(dtype=np.float64)) for array in arrays)
-        self.published.append((arrays, self.put(arrays), self.version))
-
-    def put(self, arrays: list[np.ndarray]):
-        """What actors are given to fetch the arrays by; raises RunError if there is no room for them."""
-        if not self.seats:
-            return arrays
-        self.check_raylet()
-        try:
-            return self.ray.put(arrays)
-        except self.ray.exceptions.RayError as error:
-            raise RunError(f"the weights can't be sent: {reason_of(error)}") from None
-
-    def take(self) -> dict[str, np.ndarray]:
-        """The next fragment, [T, N, ...], entered in the ledger and in the run's files; waits for it."""
-        if not self.is_sound:
-            raise RunError(f"a weight or a statistic of the policy is not finite at step {self.run.global_step}")
-        fragment = self.wait() if self.seats else self.actor.sample(*self.published[0][1:])
-        number, incarnation, sequence, version = fragment["stamp"].tolist()
-        if self.is_late(fragment):
-            raise RuntimeError(f"fragment {sequence} of actor {number} was delivered twice")
-        self.sequences[number, incarnation] = sequence
-        self.ledger.deliver(self.version - version, sum(array.nbytes for array in fragment.values()))
-        self.lags.append(self.version - version)
-        self.taken += 1
-        run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
-        run.returns.update(zip(env_ids, fragment["return_before"].tolist()))
-        run.lengths.update(zip(env_ids, fragment["length_before"].tolist()))
-        for t, valid in enumerate(fragment["valid"]):
-            step = [fragment[name][t][valid].tolist() for name in ("score", "over", "truncated")]
-            run.step(*step, env_ids[valid])
-        return fragment
-
-    def wait(self) -> dict[str, np.ndarray]:
-        """The next fragment, of the actor that has had its turn longest ago; meanwhile, looks after the actors."""
-        while True:
-            now = time.monotonic()
-            # This process may have been busy or stopped for long, in which no actor was asked for anything
-            self.clock, self.looked_at = self.clock + min(now - self.looked_at, self.args.actor_timeout / 4), now
-            self.ask_head()
-            for seat in self.seats:
-                self.tend(seat)
-            self.tend_spare()
-            # Of each actor only the oldest call, as Ray may show a later one as done before it
-            waiting = {seat.calls[0][0]: seat for seat in (self.spare, *self.seats) if seat.calls}
-            references, done = [*self.orphans, *waiting], []  # the first that is done is taken
-            if references:
-                done, _ = self.ray.wait(references, num_returns=len(references), timeout=0)  # all that are, in order
-                done = done or self.ray.wait(references, num_returns=1, timeout=0.1)[0]
-            else:
-                time.sleep(0.05)
-            if self.run.stop is not None:
-                raise KeyboardInterrupt
-            self.check_raylet()
-            for reference in done[:1]:
-                seat = waiting.get(reference)
-                _, is_fragment, weights = seat.calls.pop(0) if seat else (None, self.orphans.pop(reference), None)
-                try:
-                    answer = self.ray.get(reference)
-                except self.ray.exceptions.RayError as error:
-                    self.ledger.lost += is_fragment
-                    if seat is self.spare:
-                        is_out = isinstance(error, self.ray.exceptions.ActorUnavailableError)  # Ray restarts it
-                        seat.actor, seat.is_ready = seat.actor if is_out else None, False
-                        seat.retry_at = self.clock + (0.1 if is_out else 30)
-                    elif seat:
-                        self.mend(seat, error, weights)
-                    continue
-                if seat is self.spare:
-                    seat.is_ready, seat.retry_at = True, self.clock + 5  # when it is asked again
-                elif seat:
-                    self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
-                if is_fragment and not seat and self.is_late(answer):
-                    self.ledger.lost += 1
-                elif is_fragment:
-                    return answer
-            if self.clock - self.heard_at > self.args.actor_timeout + PATIENCE:
-                raise RunError(f"no actor answers any more; the last cause: {self.cause}")
-
-    def ask_head(self, pause: float = 4) -> None:
-        """Every `pause` seconds, raises RunError if the cluster's head has been lost; a minute later Ray would end this
-        process."""
-        if self.clock - self.head_asked_at < pause:
-            return
-        self.head_asked_at = self.clock
-        try:
-            socket.create_connection(self.head, timeout=1).close()
-            self.head_failures = 0
-        except OSError as error:
-            self.head_failures += 1
-            if self.head_failures == 5:
-                raise RunError(f"the head of the Ray cluster is lost ({error})") from None
-
-    def check_raylet(self) -> None:
-        """Raises RunError if Ray's process on this machine has died: the next use of its memory would end this one."""
-        try:
-            self.raylet.recv(1)  # nothing is ever sent
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        if self.run.stop is not None:  # a signal that has gone to Ray's processes, too
-            raise KeyboardInterrupt
-        raise RunError("Ray's own process on this machine, the raylet, has died")
-
-    def is_late(self, fragment: Mapping[str, np.ndarray]) -> bool:
-        """Whether a later fragment of the same life of the actor has been taken already."""
-        number, incarnation, sequence, _ = fragment["stamp"].tolist()
-        return sequence <= self.sequences.get((number, incarnation), -1)
-
-    def hear(self, seat: Seat, incarnation: int) -> None:
-        """Notes that an actor has answered, in which of its lives."""
-        if seat.incarnation != incarnation:
-            self.ledger.restarts += seat.incarnation is not None
-            self.spare.retry_at = self.clock + 1
-        seat.incarnation, seat.heard_at, self.heard_at = incarnation, self.clock, self.clock
-        seat.failures = 0 if seat.is_ready else seat.failures  # if it was, this is a fragment
-        seat.is_ready = True
-        self.seats.remove(seat)
-        self.seats.append(seat)
-
-    def tend(self, seat: Seat) -> None:
-        """Sees to it that an actor holds the seat, that it is at work, and that it does not hang."""
-        limit, silence = self.args.actor_timeout, self.clock - seat.heard_at
-        if self.clock < seat.retry_at:
-            return
-        if seat.actor is None:
-            seat.actor, seat.is_ready, seat.heard_at = self.remote.remote(*self.recipe), False, self.clock
-        elif not seat.is_ready and silence > limit + PATIENCE:
-            free, all_cpus = (get().get("CPU", 0) for get in (self.ray.available_resources, self.ray.cluster_resources))
-            silent = f"no answer for {limit + PATIENCE} s (--actor-timeout and {PATIENCE} more)"
-            self.replace(seat, f"does not start: {silent}; {free:g} of {all_cpus:g} CPUs are free")
-            return
-        # A call that has long been finished may wait for a slow learner
-        elif seat.is_ready and seat.calls and silence > limit and not self.is_done(seat.calls[0][0]):
-            remedy = "if its environments are only slow, raise that or lower --fragment-length"
-            self.replace(seat, f"hangs: no answer for {limit} s (--actor-timeout); {remedy}")
-            return
-        weights, version = self.published[0][1:]
-        while len(seat.calls) < (2 if seat.is_ready else 1):
-            if seat.is_ready:
-                call = seat.actor.sample.remote(weights, version)
-            else:
-                call = seat.actor.ready.remote(seat.number, seat.lives, self.run.global_step)
-                seat.lives += 1
-            seat.calls.append((call, seat.is_ready, weights))
-
-    def tend_spare(self) -> None:
-        """Sees to it that one more actor stands by once all are at work, if there is a CPU for it."""
-        spare = self.spare
-        silence = self.clock - spare.heard_at
-        if spare.calls and silence > self.args.actor_timeout + PATIENCE and not self.is_done(spare.calls[0][0]):
-            self.ray.kill(spare.actor)
-            self.abandon_calls(spare)
-            spare.actor, spare.is_ready = None, False
-        if self.args.ray_address or spare.calls or self.clock < spare.retry_at:
-            return
-        if spare.actor is None:
-            if self.head_failures or not all(seat.is_ready for seat in self.seats):
-                return
-            self.ask_head(pause=0)
-            if self.head_failures:  # without a head, what follows would wait for one
-                return
-            if self.ray.available_resources().get("CPU", 0) < 1:
-                spare.retry_at = self.clock + 30
-                return
-            spare.actor = self.remote.remote(*self.recipe)
-        spare.calls.append((spare.actor.stand_by.remote(), False, None))
-        spare.heard_at = self.clock
-
-    def swap(self, seat: Seat) -> None:
-        """Gives the seat to the spare actor if that stands by; the seat's own, or none, is then the spare one."""
-        if self.spare.is_ready and not self.spare.calls:
-            seat.actor, self.spare.actor = self.spare.actor, seat.actor
-            self.spare.is_ready, self.spare.retry_at, seat.heard_at = False, self.clock + 0.1, self.clock
-
-    def is_done(self, reference) -> bool:
-        return bool(self.ray.wait([reference], timeout=0, fetch_local=False)[0])
-
-    def mend(self, seat: Seat, error: Exception, weights) -> None:
-        """Does what the error of a call that was made with these weights asks for."""
-        exceptions = self.ray.exceptions
-        is_out = isinstance(error, exceptions.ActorUnavailableError)
-        if is_out and seat.incarnation is None:
-            self.replace(seat, f"dies while it starts, or is out of reach: {reason_of(error)}")
-        elif is_out:  # Ray restarts it, or the network is down: the spare one goes on, or this one is asked again
-            if seat.is_ready:
-                self.note(seat, f"is dead or out of reach, and is asked again or replaced: {reason_of(error)}")
-                seat.heard_at = self.clock
-            self.abandon_calls(seat)
-            self.swap(seat)
-            self.count_failure(seat, seat.is_ready, delay=0.1)
-            seat.is_ready = False
-        elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew, once
-            self.note(seat, f"lost a fragment: {reason_of(error)}")
-            anew = [(arrays, self.put(arrays) if put is weights else put, v) for arrays, put, v in self.published]
-            self.published = collections.deque(anew, self.published.maxlen)
-            self.count_failure(seat, True, delay=0.1)
-        else:
-            self.replace(seat, f"failed: {reason_of(error)}")
-
-    def replace(self, seat: Seat, cause: str) -> None:
-        """Gives the seat to a new process; calls that the old one still had end with an error and count as lost."""
-        self.note(seat, cause)
-        self.ray.kill(seat.actor)
-        self.abandon_calls(seat)
-        self.ledger.restarts += 1
-        seat.actor = seat.incarnation = None
-        seat.is_ready = False
-        self.swap(seat)
-        self.count_failure(seat, True, delay=0.2 * 2 ** min(seat.failures, 5))
-
-    def abandon_calls(self, seat: Seat) -> None:
-        self.orphans |= {reference: is_fragment for reference, is_fragment, _ in seat.calls}
-        seat.calls = []
-
-    def count_failure(self, seat: Seat, counts: bool, delay: float) -> None:
-        """Leaves an actor alone for some seconds; raises RunError if none has delivered for three failures."""
-        seat.failures, seat.retry_at = seat.failures + counts, self.clock + delay
-        if all(other.failures >= 3 for other in self.seats):
-            raise RunError(f"every actor fails time and again; the last cause: {self.cause}")
-
-    def note(self, seat: Seat, what: str) -> None:
-        self.cause = f"actor {seat.number} {what}"
-        self.run.bar.write(f"step {self.run.global_step}: {self.cause}", file=sys.stderr)
-
-
-def reason_of(error: Exception) -> str:
-    """An error of Ray's in one line; of what the environments raised in an actor, with the place in their code."""
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    places = re.findall(r'File "(.+)", line (\d+)', str(error))[-1:]
-    place = [f" ({file}:{number})" for file, number in places if file != __file__]
-    if (cause := getattr(error, "cause", None)) is not None:  # what the actor raised
-        return "".join([f"{type(cause).__name__}: {' '.join(str(cause).split())}", *place])
-    if getattr(error, "actor_init_failed", False):  # a traceback, and below it what was raised
-        raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
-        return "".join([" ".join(" ".join(lines[raised[-1] if raised else -1 :]).split()), *place])
-    return next((line for line in lines if "because" in line), lines[0]).strip()
-
-
 # ---- Advantages ----
 def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
     """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
@@ -1324,6 +798,537 @@ class IMPALAAgent(nn.Module):
             self.losses[name].copy_(tensor.detach())
 
 
+# ---- Actors ----
+def act_discrete(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Sampled actions and their log-probabilities; [N, ...] -> [N], [N]."""
+    logits, _ = network(torch.from_numpy(observation))
+    log_probs = F.log_softmax(logits, -1).numpy()
+    action = (log_probs + rng.gumbel(size=log_probs.shape)).argmax(1)  # Gumbel-max
+    return action, np.take_along_axis(log_probs, action[:, None], 1).squeeze(1)
+
+
+class RunError(Exception):
+    """Ends a run with its message in place of a traceback."""
+
+
+class Actor:
+    """Environments and a policy of their own, which make a fragment a call; with Ray in a process of their own.
+
+    `start` raises RuntimeError if the environments can't be made.
+
+    A fragment is T consecutive steps of N environments, [T, N, ...] by name. Its "observation" has the frames before
+    each step and after the last: a stacked one is sent once. "stamp" says who made it, from which weights.
+    """
+
+    def __init__(self, args: Args, make_envs: Callable, build: Callable, act: Callable):
+        self.args, self.make_envs, self.build, self.act = args, make_envs, build, act
+        self.number = self.envs = None
+
+    def start(self, number: int, incarnation: int, step: int) -> None:
+        """Makes environments and policy: in a call, as Ray tells nothing of an actor that dies while it is made."""
+        args, self.network = self.args, self.build()
+        sequence = np.random.SeedSequence([args.seed, number, incarnation, step])
+        seed, self.rng = int(sequence.generate_state(1)[0]), np.random.default_rng(sequence.spawn(1)[0])
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said) if args.num_actors else contextlib.nullcontext():
+                self.envs = self.make_envs(args, seed, step)
+        except SystemExit:  # which would end the process without a word of why
+            if not args.num_actors:
+                raise
+            said = " ".join(said.getvalue().split()).removeprefix("error: ")
+            raise RuntimeError(said or "the environments end the process") from None
+        self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+        with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
+            self.act(self.network, self.envs.observation, np.random.default_rng())
+        self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
+
+    def ready(self, number: int, incarnation: int, step: int) -> int:
+        """Which of the lives of the actor of this number it is; answered when it has started."""
+        if self.number != number:
+            is_idle = self.envs is None
+            if not is_idle:  # it was out of reach, and has become the spare one
+                self.envs.close()
+            self.start(number, incarnation, step)
+            os.nice(4 * is_idle)  # one that starts goes before those at work: a lost one is back soon
+        return self.incarnation
+
+    def stand_by(self) -> None:
+        """Answered when this process has imported torch, which takes longest of a start."""
+
+    @torch.no_grad()
+    def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
+        """A fragment made with these weights. Raises RunError if a number in it is not finite."""
+        if version != self.version:
+            own = (*self.network.parameters(), *self.network.buffers())
+            for tensor, value in zip(own, weights, strict=True):
+                tensor.copy_(torch.tensor(value))
+            self.version = version
+        # Totals of the episodes so far, with which the learner's go on even after a fragment that was lost
+        fragment = {"stamp": np.array([self.number, self.incarnation, self.sequence, version])}
+        fragment |= {"return_before": self.returns.copy(), "length_before": self.lengths.copy()}
+        frames, steps = list(self.envs.frames.copy()), []
+        for _ in range(self.args.fragment_length):
+            action, log_prob = self.act(self.network, self.envs.observation, self.rng)
+            step = self.envs.step(action)
+            frames.append(self.envs.frames[-1].copy())
+            steps.append({"action": action, "log_prob": log_prob, **step})
+            goes_on = ~(step["over"] | step["truncated"])
+            self.returns = (self.returns + step["score"] * step["valid"]) * goes_on
+            self.lengths = (self.lengths + step["valid"]) * goes_on
+        fragment |= {name: np.stack([step[name] for step in steps]) for name in steps[0]}
+        fragment["observation"] = np.stack(frames)
+        for whose, name in (("environment", "observation"), ("environment", "reward"), ("policy", "log_prob")):
+            if not np.abs(fragment[name]).max() <= np.finfo(np.float32).max:
+                raise RunError(f"the {whose}'s {name} is not finite")
+        self.sequence += 1
+        return fragment
+
+
+# ---- Fleet: what keeps actors at work, whatever happens to them ----
+PATIENCE = 60  # seconds beyond --actor-timeout in which an actor may start
+NODE_PATIENCE = 600  # in a cluster, for the first: its nodes may have to start, too
+
+
+@contextlib.contextmanager
+def handling(handler: Callable) -> Iterable[None]:
+    """Has SIGINT and SIGTERM handled by `handler`."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def end_ray_processes(folder: str) -> None:
+    """On Linux, kills Ray's processes that write to this session's folder: Ray's agents live for long without its head.
+
+    What an environment has started under a name of its own is left alone.
+    """
+    import ray
+
+    package, folder = os.path.dirname(ray.__file__), os.path.realpath(folder)
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            name, *arguments = path.joinpath("cmdline").read_text(errors="replace").split("\0")
+            is_ray = name.startswith("ray::") or os.path.basename(name) in ("raylet", "gcs_server")
+            if int(path.name) == os.getpid() or not (is_ray or any(x.startswith(package) for x in arguments[:3])):
+                continue
+            for file in path.glob("fd/*"):
+                if os.path.realpath(file).startswith(folder + os.sep):
+                    os.kill(int(path.name), signal.SIGKILL)
+                    break
+
+
+@contextlib.contextmanager
+def ray_session(args: Args) -> Iterable[None]:
+    """Starts Ray on this machine, or joins the cluster of --ray-address; leaves no process, memory or file behind."""
+    if not args.num_actors:
+        yield
+        return
+    import ray
+
+    host, _, port = (args.ray_address or "").rpartition(":")
+    if args.ray_address not in (None, "auto"):
+        if not (host and port.isdecimal()) or "://" in host:
+            fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
+        try:  # where nobody answers, Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except (OSError, OverflowError, UnicodeError) as error:
+            fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
+    is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
+    folder = None  # where the processes that are started here write; of a short name, as sockets lie in it
+    held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
+    options = {"address": args.ray_address or "local"}
+    if not args.ray_address:  # a CPU for each actor and for a spare one, that all may start however few there are
+        options |= {"include_dashboard": False, "num_cpus": args.num_actors + 1}
+        if is_own:
+            folder = options["_temp_dir"] = tempfile.mkdtemp(prefix="ray", dir=os.environ.get("RAY_TMPDIR"))
+    try:
+        try:  # Ray sets handlers of its own
+            with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):
+                if is_own:
+                    options |= {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+                    ray.init(**options)
+        except Exception as error:  # on a machine that is too busy Ray raises just that
+            if not held:
+                flag = "ray_address" if args.ray_address else "num_actors"
+                fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
+        if held:
+            sys.exit(128 + held[0])
+        with handling(lambda number, _: sys.exit(128 + number)):  # until `Run` has its own
+            yield
+    finally:
+        with handling(signal.SIG_IGN):
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+            if is_own:
+                ray.shutdown()
+            if folder is not None:
+                end_ray_processes(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Seat:
+    """The place of one actor: the process that holds it, and what is known of that."""
+
+    number: int | None  # None: the spare one's
+    actor: object = None  # Ray's handle; None while nobody holds the seat
+    # Calls in flight, in their order: the reference, whether it is of a fragment, and the weights' reference
+    calls: list = field(default_factory=list)
+    lives: int = 0  # times that it has been asked to start
+    incarnation: int | None = None  # the life that answered last; None if none has since the seat was given up
+    is_ready: bool = False  # whether it has answered since it was started, or since it was unavailable
+    failures: int = 0  # times that it has failed since it last delivered
+    heard_at: float = 0.0  # when it last answered, or was started
+    retry_at: float = 0.0  # when to go on with it
+
+
+@dataclass
+class Ledger:
+    """What has become of the fragments in all of a run, stretches before --resume included: checkpoints keep it."""
+
+    delivered: int = 0
+    lost: int = 0
+    consumed: int = 0
+    restarts: int = 0
+    lag_min: int | None = None
+    lag_max: int | None = None
+    lag_sum: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def state_dict(self) -> dict[str, float | None]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        vars(self).update(state)
+
+    def deliver(self, lag: int, size: int) -> None:
+        """Enters a fragment of `size` bytes."""
+        self.delivered, self.lag_sum, self.bytes = self.delivered + 1, self.lag_sum + lag, self.bytes + size
+        self.lag_min = lag if self.lag_min is None else min(lag, self.lag_min)
+        self.lag_max = lag if self.lag_max is None else max(lag, self.lag_max)
+
+    def summary(self) -> dict[str, float | None]:
+        """For summary.json; bytes are of fragments."""
+        lag_mean = round(self.lag_sum / self.delivered, 4) if self.delivered else None
+        lags = {"lag_min": self.lag_min, "lag_mean": lag_mean, "lag_max": self.lag_max}
+        counts = {f"fragments_{name}": getattr(self, name) for name in ("delivered", "lost", "consumed")}
+        rate = round(self.bytes / self.seconds) if self.seconds else 0
+        return lags | counts | {"actor_restarts": self.restarts, "bytes_per_second": rate}
+
+
+class Fleet:
+    """The actors and the ledger of their fragments: none delivered is learned from twice, each lost is counted.
+
+    An actor has two calls in flight: it makes the second fragment while the learner takes the first. It gets no third
+    call until then, so these calls are the queue, which is bounded, blocks, and drops nothing. An actor that dies,
+    hangs or raises is replaced, which costs the fragments of its calls in flight, no more: by the spare actor if that
+    stands by, with torch imported. A cluster of --ray-address has none, as its CPUs may be meant for others. If no
+    actor can go on, or Ray can't, or the weights are not finite, `take` and `publish` raise RunError. Without Ray the
+    one actor is called here; its errors are the run's.
+
+    A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
+    about (2 A - 1) / --batch-fragments. One of more than --max-lag counts as lost.
+    """
+
+    def __init__(self, args: Args, run: Run, ledger: Ledger, make_envs: Callable, build: Callable, act: Callable):
+        self.args, self.run, self.ledger, self.recipe = args, run, ledger, (args, make_envs, build, act)
+        self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
+        self.lags = collections.deque(maxlen=args.batch_fragments)  # of the newest fragments
+        self.taken = 0  # fragments since the last version of the weights, which the next is learned from
+        self.seats, self.cause = [Seat(number) for number in range(args.num_actors)], "none has started yet"
+        self.spare = Seat(None)
+        self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds, as `wait` counts them
+        self.head_failures = 0  # in a row
+
+    def __enter__(self):
+        self.looked_at = self.published_at = time.monotonic()
+        if self.args.num_actors:
+            import ray
+
+            self.ray, here = ray, ray.get_runtime_context()
+            host, port = here.gcs_address.rsplit(":", 1)
+            self.head = (host.strip("[]"), port)
+            socket_name = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == here.get_node_id())
+            self.raylet = socket.socket(socket.AF_UNIX)
+            try:
+                self.raylet.connect(socket_name)
+            except OSError as error:
+                self.raylet.close()
+                sys.exit(f"error: Ray's own process on this machine, the raylet, can't be reached ({error})")
+            self.raylet.setblocking(False)
+            # Ray restarts a process that has died but repeats no call (max_task_retries=0): steps can't be taken back
+            self.remote = ray.remote(num_cpus=1, max_restarts=-1)(Actor)
+        else:
+            self.actor = Actor(*self.recipe)
+            self.actor.start(number=0, incarnation=0, step=self.run.global_step)
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.ledger.seconds += time.monotonic() - self.published_at if self.version >= 0 else 0
+        self.run.about |= self.ledger.summary()
+        (self.raylet if self.seats else self.actor.envs).close()
+        self.published.clear()
+        for seat in (*self.seats, self.spare):
+            seat.calls.clear()
+            if seat.actor is not None:
+                with contextlib.suppress(self.ray.exceptions.RayError):
+                    self.ray.kill(seat.actor)
+        if kind is RunError:
+            sys.exit(f"error: {error}")
+
+    def publish(self, weights: Sequence[torch.Tensor]) -> None:
+        """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
+        now = time.monotonic()
+        self.ledger.seconds += now - self.published_at if self.version >= 0 else 0  # what is compiled has been compiled
+        self.ledger.consumed += self.taken
+        self.published_at, self.version, self.taken = now, self.version + 1, 0
+        arrays = [weight.detach().cpu().numpy().copy() for weight in weights]
+        self.is_sound = all(np.isfinite(array.sum(dtype=np.float64)) for array in arrays)
+        self.published.append((arrays, self.put(arrays), self.version))
+
+    def put(self, arrays: list[np.ndarray]):
+        """What actors are given to fetch the arrays by; raises RunError if there is no room for them."""
+        if not self.seats:
+            return arrays
+        self.check_raylet()
+        try:
+            return self.ray.put(arrays)
+        except self.ray.exceptions.RayError as error:
+            raise RunError(f"the weights can't be sent: {reason_of(error)}") from None
+
+    def take(self) -> dict[str, np.ndarray]:
+        """The next fragment, [T, N, ...], entered in the ledger and in the run's files; waits for it."""
+        if not self.is_sound:
+            raise RunError(f"a weight or a statistic of the policy is not finite at step {self.run.global_step}")
+        fragment = self.wait() if self.seats else self.actor.sample(*self.published[0][1:])
+        number, _, _, version = fragment["stamp"].tolist()
+        self.ledger.deliver(self.version - version, sum(array.nbytes for array in fragment.values()))
+        self.lags.append(self.version - version)
+        self.taken += 1
+        run, env_ids = self.run, np.arange(self.args.num_envs) + number * self.args.num_envs
+        run.returns.update(zip(env_ids, fragment["return_before"].tolist()))
+        run.lengths.update(zip(env_ids, fragment["length_before"].tolist()))
+        for t, valid in enumerate(fragment["valid"]):
+            step = [fragment[name][t][valid].tolist() for name in ("score", "over", "truncated")]
+            run.step(*step, env_ids[valid])
+        return fragment
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """The next fragment, of the actor that has had its turn longest ago; meanwhile, looks after the actors."""
+        while True:
+            now = time.monotonic()
+            # This process may have been busy or stopped for long, in which no actor was asked for anything
+            self.clock, self.looked_at = self.clock + min(now - self.looked_at, self.args.actor_timeout / 4), now
+            self.ask_head()
+            for seat in self.seats:
+                self.tend(seat)
+            self.tend_spare()
+            # Of each actor only the oldest call, as Ray may show a later one as done before it
+            waiting, done = {seat.calls[0][0]: seat for seat in (self.spare, *self.seats) if seat.calls}, []
+            if waiting:
+                done, _ = self.ray.wait([*waiting], num_returns=len(waiting), timeout=0)  # all that are, in order
+                done = done or self.ray.wait([*waiting], num_returns=1, timeout=0.1)[0]
+            else:
+                time.sleep(0.05)
+            if self.run.stop is not None:
+                raise KeyboardInterrupt
+            self.check_raylet()
+            if done and (fragment := self.receive(waiting[done[0]])) is not None:
+                return fragment
+            if self.clock - self.heard_at > self.args.actor_timeout + self.patience():
+                raise RunError(f"no actor answers any more; the last cause: {self.cause}")
+
+    def receive(self, seat: Seat) -> dict[str, np.ndarray] | None:
+        """The fragment that is the answer to a seat's oldest call; None if it is none, or too old, or there is none."""
+        reference, is_fragment, weights = seat.calls.pop(0)
+        try:
+            answer = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            self.ledger.lost += is_fragment
+            if seat is self.spare:
+                is_out = isinstance(error, self.ray.exceptions.ActorUnavailableError)  # Ray restarts it
+                seat.actor, seat.is_ready = seat.actor if is_out else None, False
+                seat.retry_at = self.clock + (0.1 if is_out else 30)
+            else:
+                self.mend(seat, error, weights)
+            return None
+        if seat is self.spare:
+            seat.is_ready, seat.retry_at = True, self.clock + 5  # when it is asked again
+            return None
+        self.hear(seat, answer["stamp"][1].item() if is_fragment else answer)
+        if is_fragment and (lag := self.version - answer["stamp"][3].item()) > self.args.forced_lag + self.args.max_lag:
+            self.ledger.lost += 1
+            self.note(seat, f"delivers a fragment {lag} versions old, which is lost (--max-lag)")
+            return None
+        return answer if is_fragment else None
+
+    def patience(self) -> int:
+        """Seconds beyond --actor-timeout in which no actor answers, before the run gives up."""
+        return NODE_PATIENCE if self.args.ray_address and not self.heard_at else PATIENCE
+
+    def ask_head(self, pause: float = 4) -> None:
+        """Every `pause` seconds, raises RunError if the cluster's head has been lost; a minute later Ray would end this
+        process."""
+        if self.clock - self.head_asked_at < pause:
+            return
+        self.head_asked_at = self.clock
+        try:
+            socket.create_connection(self.head, timeout=1).close()
+            self.head_failures = 0
+        except OSError as error:
+            self.head_failures += 1
+            if self.head_failures == 5:
+                raise RunError(f"the head of the Ray cluster is lost ({error})") from None
+
+    def check_raylet(self) -> None:
+        """Raises RunError if Ray's process on this machine has died: the next use of its memory would end this one."""
+        try:
+            self.raylet.recv(1)  # nothing is ever sent
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        if self.run.stop is not None:  # a signal that has gone to Ray's processes, too
+            raise KeyboardInterrupt
+        raise RunError("Ray's own process on this machine, the raylet, has died")
+
+    def hear(self, seat: Seat, incarnation: int) -> None:
+        """Notes that an actor has answered, in which of its lives."""
+        if seat.incarnation != incarnation:
+            self.ledger.restarts += seat.incarnation is not None
+            self.spare.retry_at = self.clock + 1
+        seat.incarnation, seat.heard_at, self.heard_at = incarnation, self.clock, self.clock
+        seat.failures = 0 if seat.is_ready else seat.failures  # if it was, this is a fragment
+        seat.is_ready = True
+        self.seats.remove(seat)
+        self.seats.append(seat)
+
+    def tend(self, seat: Seat) -> None:
+        """Sees to it that an actor holds the seat, that it is at work, and that it does not hang."""
+        limit, silence = self.args.actor_timeout, self.clock - seat.heard_at
+        if self.clock < seat.retry_at:
+            return
+        if seat.actor is None:
+            seat.actor, seat.is_ready, seat.heard_at = self.remote.remote(*self.recipe), False, self.clock
+        elif not seat.is_ready and silence > limit + self.patience():
+            free, all_cpus = (get().get("CPU", 0) for get in (self.ray.available_resources, self.ray.cluster_resources))
+            silent = f"no answer for {limit + self.patience()} s (--actor-timeout and {self.patience()} more)"
+            self.replace(seat, f"does not start: {silent}; {free:g} of {all_cpus:g} CPUs are free")
+            return
+        # A call that has long been finished may wait for a slow learner
+        elif seat.is_ready and seat.calls and silence > limit and not self.is_done(seat.calls[0][0]):
+            remedy = "if its environments are only slow, raise that or lower --fragment-length"
+            self.replace(seat, f"hangs: no answer for {limit} s (--actor-timeout); {remedy}")
+            return
+        weights, version = self.published[0][1:]
+        while len(seat.calls) < (2 if seat.is_ready else 1):
+            if seat.is_ready:
+                call = seat.actor.sample.remote(weights, version)
+            else:
+                call = seat.actor.ready.remote(seat.number, seat.lives, self.run.global_step)
+                seat.lives += 1
+            seat.calls.append((call, seat.is_ready, weights))
+
+    def tend_spare(self) -> None:
+        """Sees to it that one more actor stands by once all are at work, if there is a CPU for it."""
+        spare = self.spare
+        silence = self.clock - spare.heard_at
+        if spare.calls and silence > self.args.actor_timeout + PATIENCE and not self.is_done(spare.calls[0][0]):
+            self.ray.kill(spare.actor)
+            self.abandon_calls(spare)
+            spare.actor, spare.is_ready = None, False
+        if self.args.ray_address or spare.calls or self.clock < spare.retry_at:
+            return
+        if spare.actor is None:
+            if self.head_failures or not all(seat.is_ready for seat in self.seats):
+                return
+            self.ask_head(pause=0)
+            if self.head_failures:  # without a head, what follows would wait for one
+                return
+            if self.ray.available_resources().get("CPU", 0) < 1:
+                spare.retry_at = self.clock + 30
+                return
+            spare.actor = self.remote.remote(*self.recipe)
+        spare.calls.append((spare.actor.stand_by.remote(), False, None))
+        spare.heard_at = self.clock
+
+    def swap(self, seat: Seat) -> None:
+        """Gives the seat to the spare actor if that stands by; the seat's own, or none, is then the spare one."""
+        if self.spare.is_ready and not self.spare.calls:
+            seat.actor, self.spare.actor = self.spare.actor, seat.actor
+            self.spare.is_ready, self.spare.retry_at, seat.heard_at = False, self.clock + 0.1, self.clock
+
+    def is_done(self, reference) -> bool:
+        return bool(self.ray.wait([reference], timeout=0, fetch_local=False)[0])
+
+    def mend(self, seat: Seat, error: Exception, weights) -> None:
+        """Does what the error of a call that was made with these weights asks for."""
+        exceptions = self.ray.exceptions
+        is_out = isinstance(error, exceptions.ActorUnavailableError)
+        if is_out and seat.incarnation is None:
+            self.replace(seat, f"dies while it starts, or is out of reach: {reason_of(error)}")
+        elif is_out:  # Ray restarts it, or the network is down: the spare one goes on, or this one is asked again
+            if seat.is_ready:
+                self.note(seat, f"is dead or out of reach, and is asked again or replaced: {reason_of(error)}")
+                seat.heard_at = self.clock
+            self.abandon_calls(seat)
+            self.swap(seat)
+            self.count_failure(seat, seat.is_ready, delay=0.1)
+            seat.is_ready = False
+        elif isinstance(error, exceptions.ObjectLostError):  # the fragment, or the weights: these go out anew, once
+            self.note(seat, f"lost a fragment: {reason_of(error)}")
+            anew = [(arrays, self.put(arrays) if put is weights else put, v) for arrays, put, v in self.published]
+            self.published = collections.deque(anew, self.published.maxlen)
+            self.count_failure(seat, True, delay=0.1)
+        else:
+            self.replace(seat, f"failed: {reason_of(error)}")
+
+    def replace(self, seat: Seat, cause: str) -> None:
+        """Gives the seat to a new process."""
+        self.note(seat, cause)
+        self.ray.kill(seat.actor)
+        self.abandon_calls(seat)
+        self.ledger.restarts += 1
+        seat.actor = seat.incarnation = None
+        seat.is_ready = False
+        self.swap(seat)
+        self.count_failure(seat, True, delay=0.2 * 2 ** min(seat.failures, 5))
+
+    def abandon_calls(self, seat: Seat) -> None:
+        """Counts the fragments of the calls in flight as lost."""
+        self.ledger.lost += sum(is_fragment for _, is_fragment, _ in seat.calls)
+        seat.calls = []
+
+    def count_failure(self, seat: Seat, counts: bool, delay: float) -> None:
+        """Leaves an actor alone for some seconds; raises RunError if none has delivered for three failures."""
+        seat.failures, seat.retry_at = seat.failures + counts, self.clock + delay
+        if all(other.failures >= 3 for other in self.seats):
+            raise RunError(f"every actor fails time and again; the last cause: {self.cause}")
+
+    def note(self, seat: Seat, what: str) -> None:
+        self.cause = f"actor {seat.number} {what}"
+        self.run.bar.write(f"step {self.run.global_step}: {self.cause}", file=sys.stderr)
+
+
+def reason_of(error: Exception) -> str:
+    """An error of Ray's in one line; of what the environments raised in an actor, with the place in their code."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    places = re.findall(r'File "(.+)", line (\d+)', str(error))[-1:]
+    place = [f" ({file}:{number})" for file, number in places if file != __file__]
+    if (cause := getattr(error, "cause", None)) is not None:  # what the actor raised
+        return "".join([f"{type(cause).__name__}: {' '.join(str(cause).split())}", *place])
+    if getattr(error, "actor_init_failed", False):  # a traceback, and below it what was raised
+        raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+        return "".join([" ".join(" ".join(lines[raised[-1] if raised else -1 :]).split()), *place])
+    return next((line for line in lines if "because" in line), lines[0]).strip()
+
+
+# ---- Main ----
 def shape_and_actions(args: Args) -> tuple[tuple[int, ...], int]:
     """The shape of an observation and the number of actions; ends the program with exit status 2 if they don't suit."""
     if is_atari(args.env_id):

@@ -6,11 +6,14 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -512,6 +515,23 @@ def test_what_is_no_number_ends_a_run_in_one_process(launch, script):
     assert run.summary["status"] == "failed" and "reward is not finite" in run.error.code
 
 
+def test_a_reward_that_float32_cannot_hold_is_none():
+    module, args = importlib.import_module("impala_ray"), arguments(env_id="CounterDiscrete-v0")
+    actor = module.Actor(
+        args, module.GymEnvironments, functools.partial(module.make_network, (3,), 3), module.act_discrete
+    )
+    actor.start(0, 0, 0)
+    weights, step = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()], actor.envs.step
+    actor.sample(weights, 0)
+    for reward in (3e38, -3e38, 1e39, -1e39, math.nan):
+        actor.envs.step = lambda action, reward=reward: step(action) | {"reward": np.full(args.num_envs, reward)}
+        if abs(reward) < 3.4e38:
+            actor.sample(weights, 0)
+        else:
+            with pytest.raises(module.RunError, match="the environment's reward is not finite"):
+                actor.sample(weights, 0)
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, "appo_ray", "appo_ray_torchcompile"])
 def test_weights_that_are_no_numbers_end_a_run(launch, monkeypatch, script):
     """Though the loss was one, and no actor is to blame; between two lines of metrics, too."""
@@ -695,6 +715,15 @@ def test_actors_of_rays_play(launch, cluster, taken, script, name):
     assert summary["lag_mean"] > 0 and summary["bytes_per_second"] > 0
 
 
+@pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
+def test_actors_of_rays_play_atari(launch, cluster, taken, script):
+    flags = ["--num-actors", 2, "--num-envs", 2, "--fragment-length", 8, "--total-timesteps", 200]
+    run = launch(script, *flags, "--batch-fragments", 2, env_id="Breakout-v5")
+    summary = check_ledger(run, taken)
+    assert summary["status"] == "finished" and summary["updates"] > 0 and {stamp[0] for stamp in taken} == {0, 1}
+    assert summary["bytes_per_second"] > 0 and summary["global_step"] >= 200
+
+
 @pytest.mark.parametrize(
     "name, cause",
     [
@@ -743,8 +772,8 @@ def test_the_spare_actor_takes_the_seat_of_a_lost_one(launch, cluster, taken, mo
     def take(fleet, take=module.Fleet.take):
         fragment = take(fleet)
         assert time.monotonic() < deadline, (lost, seats, spares)
-        if fleet.spare.is_ready and not any(fleet.spare.actor._actor_id == spare for spare in spares):
-            seat = next(seat for seat in fleet.seats if seat.number in lost or not lost)
+        seat = next(seat for seat in fleet.seats if seat.number in lost or not lost)
+        if seat.is_ready and fleet.spare.is_ready and fleet.spare.actor._actor_id not in spares:
             seats.append(seat.actor._actor_id)
             spares.append(fleet.spare.actor._actor_id)
             if lost:
@@ -889,7 +918,8 @@ def test_a_spare_actor_that_hangs_is_replaced(fleet):
     assert fleet.killed == [] and fleet.spare.actor is hung
     fleet.done = []
     fleet.tend_spare()
-    assert fleet.killed == [hung] and fleet.made == [hung, fleet.spare.actor] and len(fleet.orphans) == 1
+    assert fleet.killed == [hung] and fleet.made == [hung, fleet.spare.actor]
+    assert len(fleet.spare.calls) == 1 and fleet.ledger.lost == 0, "its call was of no fragment"
 
 
 def test_actors_have_their_turns_in_order(fleet, monkeypatch):
@@ -913,6 +943,43 @@ def test_actors_have_their_turns_in_order(fleet, monkeypatch):
     fleet.done.append(fleet.spare.calls[0][0])
     numbers = [fleet.wait()["stamp"][0].item() for _ in range(20)]
     assert numbers == [0, 1] * 10 and fleet.spare.is_ready
+
+
+@pytest.mark.parametrize(("lag", "is_lost"), [(7, False), (8, True)])
+def test_a_fragment_that_is_too_old_counts_as_lost(fleet, lag, is_lost):
+    """As of an actor that was out of reach for long, while others made versions."""
+    seat, reference, said = fleet.seats[0], object(), []
+    fleet.args.forced_lag, fleet.args.max_lag, fleet.version = 2, 5, 20
+    fleet.run = SimpleNamespace(global_step=99, bar=SimpleNamespace(write=lambda line, file: said.append(line)))
+    seat.calls, seat.incarnation = [(reference, True, None), (object(), True, None)], 0
+    fleet.answers[reference] = {"stamp": np.array([0, 0, 3, 20 - lag])}
+    assert (fleet.receive(seat) is None) == is_lost == bool(fleet.ledger.lost)
+    assert len(seat.calls) == 1 and seat.failures == 0, "it goes on"
+    assert said == ["step 99: actor 0 delivers a fragment 8 versions old, which is lost (--max-lag)"] * is_lost
+
+
+def test_what_a_replaced_actor_had_in_flight_is_lost(fleet):
+    seat, said = fleet.seats[0], []
+    fleet.run = SimpleNamespace(global_step=99, bar=SimpleNamespace(write=lambda line, file: said.append(line)))
+    seat.calls = [(object(), True, None), (object(), True, None)]
+    fleet.replace(seat, "hangs")
+    assert fleet.ledger.lost == 2 and fleet.ledger.restarts == 1 and seat.calls == [] and len(said) == 1
+
+
+def test_a_cluster_may_start_its_nodes_first(fleet):
+    """With --ray-address the first actor has ten minutes; no later one, nor any on this machine alone."""
+    module = importlib.import_module("impala_ray")
+    fleet.ray.available_resources = fleet.ray.cluster_resources = dict
+    fleet.published = [([], None, 0)]
+    fleet.run = SimpleNamespace(global_step=0, bar=SimpleNamespace(write=lambda line, file: None))
+    seat = fleet.seats[0]
+    for address, heard_at, patience in (("h:1", 0.0, 600), ("h:1", 1.0, 60), (None, 0.0, 60), (None, 1.0, 60)):
+        fleet.args.ray_address, fleet.heard_at, fleet.ledger = address, heard_at, module.Ledger()
+        for silence, replaced in ((60 + patience, 0), (61 + patience, 1)):
+            seat.actor, seat.is_ready, seat.calls, seat.retry_at, seat.failures = object(), False, [(1, False, 0)], 0, 0
+            fleet.clock, seat.heard_at = 1000.0, 1000.0 - silence
+            fleet.tend(seat)
+            assert fleet.ledger.restarts == replaced
 
 
 def test_a_spare_actor_takes_a_seat_only_while_it_stands_by(fleet):
@@ -1138,6 +1205,53 @@ def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(st
     assert list(tmp_path.iterdir()) == []
 
 
+BETWEEN = """
+import os, signal, sys, {module} as module
+args = module.Args(num_actors=1)
+module.check_ray(args)
+assert "ray" not in sys.modules, "an environment may import it before the run does"
+secret = os.environ["RAY_AUTH_TOKEN"]
+print(os.environ["RAY_AUTH_MODE"], len(secret), os.environ["RAY_USAGE_STATS_ENABLED"], flush=True)
+with module.ray_session(args):
+    print(*os.listdir(os.environ["RAY_TMPDIR"]), flush=True)
+    os.kill(os.getpid(), signal.{name})
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("module", "name", "code"), [("impala_ray", "SIGINT", 130), ("appo_ray", "SIGTERM", 143)])
+def test_ray_asks_for_a_secret_and_a_signal_before_the_run_leaves_nothing(module, name, code):
+    with tempfile.TemporaryDirectory() as folder:  # of a short name, as sockets lie in it
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        environment |= {"RAY_TMPDIR": folder, "PYTHONPATH": str(Path(__file__).parent.parent / "leanrl")}
+        command = [sys.executable, "-c", BETWEEN.format(module=module, name=name)]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == code and re.fullmatch(r"token 64 0\nray\w+\n", out), out
+        assert os.listdir(folder) == [] and processes_of(process.pid) == []
+
+
+def test_without_actors_ray_is_not_imported(tmp_path):
+    flags = ["--output-dir", tmp_path, "--total-timesteps", 400, "--no-cuda"]
+    code = "import sys, runpy; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [
+        sys.executable,
+        "-c",
+        code + "; assert 'ray' not in sys.modules",
+        "leanrl/impala_ray.py",
+        *map(str, flags),
+    ]
+    ended = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "finished at step" in ended.stdout, ended.stderr
+
+
 def start_endless(start, folder, *more):
     """A run of millions of steps with an actor, in a session of its own."""
     flags = ["--num-actors", 1, "--no-cuda", "--output-dir", folder, "--total-timesteps", 10**7, *more]
@@ -1200,9 +1314,11 @@ def test_a_process_of_ray_s_that_dies_ends_the_run_with_a_checkpoint(start, tmp_
     assert checkpoint["run"]["global_step"] == run.summary["global_step"]
 
 
-def test_nothing_is_left_behind(start, tmp_path):
+def test_nothing_is_left_behind(start, tmp_path, monkeypatch):
     """A run that starts Ray by itself, of which an actor is killed, and Ctrl-C in its terminal: no process of its own
-    lives on, no shared memory, and nothing was printed but what the script has to say."""
+    lives on, no shared memory, no file, and nothing was printed but what the script has to say."""
+    folder = tempfile.mkdtemp()  # of a short name, as sockets lie in it
+    monkeypatch.setenv("RAY_TMPDIR", folder)
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
     process = start_endless(start, tmp_path)
     wait_for_lines(process, tmp_path, 1)
@@ -1221,3 +1337,4 @@ def test_nothing_is_left_behind(start, tmp_path):
     time.sleep(1)
     assert processes_of(process.pid) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+    os.rmdir(folder)  # raises if something is in it
