@@ -140,25 +140,28 @@ def wait_for(condition, process: subprocess.Popen, patience: float, what: str):
 
 
 def measure(args: Args, process: subprocess.Popen, stamps: Path, repeat: int) -> dict:
-    """A stretch without kills and one with them."""
-    length, start, kills = args.interval * args.kills, time.time(), []
-    time.sleep(length)
+    """A stretch without kills and one with them, which comes first in every second pair."""
+    length, starts, kills = args.interval * args.kills, {}, []
     memory = [memory_of(actor) for actor in actors_of(process.pid)]
-    for k in range(args.kills):
-        due = start + length + k * args.interval
-        time.sleep(max(due - time.time(), 0))
-        actors = wait_for(lambda: actors_of(process.pid), process, 30, "no actor is there")
-        os.kill(actors[0], signal.SIGKILL)  # each has its turn, once the one before it is back
-        kills.append(time.time())
-    time.sleep(max(start + 2 * length - time.time(), 0))
-    known = time.time()
-    wait_for(lambda: None not in seconds_back(read_stamps(stamps), kills), process, 60, "an actor is not back")
+    for has_kills in (False, True) if repeat % 2 else (True, False):
+        starts[has_kills] = start = time.time()
+        for k in range(args.kills if has_kills else 0):
+            time.sleep(max(start + k * args.interval - time.time(), 0))
+            actors = wait_for(lambda: actors_of(process.pid), process, 30, "no actor is there")
+            os.kill(actors[0], signal.SIGKILL)  # each has its turn, once the one before it is back
+            kills.append(time.time())
+        time.sleep(max(start + length - time.time(), 0))
+        known = time.time()
+        wait_for(lambda: None not in seconds_back(read_stamps(stamps), kills), process, 60, "an actor is not back")
+        if has_kills:
+            waited = round(time.time() - known, 1)
+            time.sleep(args.interval)  # until all are at work
     taken = read_stamps(stamps)
-    rates = [throughput(taken, start + shift, start + shift + length) for shift in (0, length)]
-    record = {"repeat": repeat, "status": "finished", "steps_per_second": rates[0], "with_kills": rates[1]}
-    record |= {"share": round(rates[1] / rates[0], 4), "seconds_back": seconds_back(taken, kills)}
-    record |= {key: int(statistics.median(actor[key] for actor in memory)) for key in ("rss", "pss")}
-    return record | {"seconds_more": round(time.time() - known, 1)}
+    rates = [throughput(taken, starts[has_kills], starts[has_kills] + length) for has_kills in (False, True)]
+    record = {"repeat": repeat, "status": "finished", "seconds_more": waited}
+    record |= {"steps_per_second": rates[0], "with_kills": rates[1], "share": round(rates[1] / rates[0], 4)}
+    record |= {"seconds_back": seconds_back(taken, kills)}
+    return record | {key: int(statistics.median(actor[key] for actor in memory)) for key in ("rss", "pss")}
 
 
 def summarise(runs: Sequence[dict]) -> list[dict]:
@@ -215,8 +218,8 @@ def main(args: Args) -> None:
         try:
             everyone = set(range(args.num_actors))
             wait_for(lambda: {stamp.number for stamp in read_stamps(stamps)} == everyone, process, 120, "no fragments")
+            time.sleep(args.interval)  # until all are at work
             for repeat in range(1, args.repeats + 1):
-                time.sleep(args.interval)  # all are at work
                 record = measure(args, process, stamps, repeat)
                 result["runs"].append(record)
                 write(result, output)
