@@ -1,6 +1,6 @@
 """Measures what a parallel scan over time gains over loops, native layers, padding and JAX: TorchRL's issue 2325.
 
-    python benchmarks/scan.py                         64 to 65,536 steps; some 45 minutes on 2 cores
+    python benchmarks/scan.py                         64 to 65,536 steps; some 55 minutes on 2 cores
     python benchmarks/scan.py --quick                 two lengths, in about 2 minutes
     python benchmarks/scan.py --models recurrence lru --lengths 4096
     python benchmarks/scan.py --forms eager           the scan in each of its forms, or --forms compiled

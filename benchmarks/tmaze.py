@@ -1,6 +1,6 @@
 """T-maze: remember a cue to the end of a corridor (after Bakker 2001, "Reinforcement learning with LSTM", section 4).
 
-    python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze100-v0 --cell lru
+    python leanrl/ppo_memory.py --env-id benchmarks.tmaze:TMaze100-v0 --num-steps 256 --num-minibatches 8
 
 The first observation says whether the goal is up or down. The agent is moved along a corridor where all looks alike and
 nothing it does matters, and sees the junction as many steps after the cue as the corridor is long; what it does there

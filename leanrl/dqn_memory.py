@@ -102,7 +102,7 @@ class Args:
     cell: Literal["none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm"] = "lru"
     """memory of the agent; none, and stack, which sees the last four steps, are controls"""
     hidden_size: Count = 64
-    """width of the layers and of the memory"""
+    """width of the layers and of the memory; ffm remembers 256 numbers whatever it is"""
     hide_velocities: bool = False
     """hide the velocities that CartPole, Pendulum, Acrobot, MountainCar and HalfCheetah show"""
     start_state: Literal["stored", "zero"] = "stored"
@@ -852,11 +852,12 @@ def linear_recurrence(
     """All states h[t] = a[t] · h[t - 1] + b[t], with h[-1] = h0, or from the last to the first if `reverse`.
 
     Real or complex, of one type or several; or, if `parts` is 2, complex as real numbers, the real parts in the first
-    half of the last dimension, the imaginary ones in the second. Shapes: [T, B, ...] or what broadcasts to it,
-    [T, B, ...], [B, ...] -> [T, B, ...].
+    half of the last dimension, which all have in full, the imaginary ones in the second. Shapes: [T, B, ...] or what
+    broadcasts to it, [T, B, ...], [B, ...] or what broadcasts to it -> [T, B, ...]. A compiled function that takes
+    gradients of it by torch.func needs torch.compiler.allow_in_graph(linear_recurrence) before.
     """
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), h0.dtype)
-    a, b, h0 = a.to(dtype), b.to(dtype), h0.to(dtype)
+    a, b, h0 = a.to(dtype), b.to(dtype), h0.to(dtype).expand(b.shape[1:])
     if len(b) == 0:
         return a * h0 + b
     if dtype.is_complex:
@@ -993,6 +994,7 @@ class LSTMLoop(torch.autograd.Function):
         return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
 
 
+MIN_BATCH = 512  # on a CPU, for PyTorch's loop of a GRU to be faster than the one here
 MIN_MEAN_LENGTH = 5  # of a stretch, in steps; of shorter ones the calls of PyTorch's own loops, one each, cost too much
 
 
@@ -1076,7 +1078,8 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
-        if self.is_looped or (parts := stretches(reset)) is None:
+        is_faster = not x.is_cuda and x.shape[1] < MIN_BATCH
+        if self.is_looped or is_faster or (parts := stretches(reset)) is None:
             gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
             states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
             return states, states[-1]
@@ -1103,14 +1106,18 @@ class LSTM(Cell):
         return output, torch.stack([output, memory], 1)
 
     def forward(self, x, state, reset):
-        if self.is_looped or (parts := stretches(reset)) is None:
-            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
-            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
+        return self.run(x, state, reset, self.is_looped, *self.parameters())
+
+    @staticmethod
+    def run(x, state, reset, is_looped, weight_ih, weight_hh, bias_ih, bias_hh):
+        if is_looped or (parts := stretches(reset)) is None:
+            gates = F.linear(x, weight_ih, bias_ih + bias_hh)
+            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, weight_hh)
             return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
-        outputs = []
+        outputs, weights = [], [weight_ih, weight_hh, bias_ih, bias_hh]
         for start, end in parts:
             first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
-            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
+            output, *last = torch.lstm(x[start:end], first, weights, True, 1, 0.0, True, False, False)
             outputs.append(output)
             state = torch.cat(last).transpose(0, 1)
         return torch.cat(outputs), state

@@ -42,6 +42,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,7 @@ class Args:
     cell: Literal["none", "stack", "gru", "lstm", "mingru", "lru", "s5", "ffm"] = "lru"
     """memory of the agent; none, and stack, which sees the last four steps, are controls"""
     hidden_size: Count = 64
-    """width of the layers and of the memory"""
+    """width of the layers and of the memory; ffm remembers 256 numbers whatever it is"""
     hide_velocities: bool = False
     """hide the velocities that CartPole, Pendulum, Acrobot, MountainCar and HalfCheetah show"""
     num_steps: Count = 128
@@ -822,11 +823,12 @@ def linear_recurrence(
     """All states h[t] = a[t] · h[t - 1] + b[t], with h[-1] = h0, or from the last to the first if `reverse`.
 
     Real or complex, of one type or several; or, if `parts` is 2, complex as real numbers, the real parts in the first
-    half of the last dimension, the imaginary ones in the second. Shapes: [T, B, ...] or what broadcasts to it,
-    [T, B, ...], [B, ...] -> [T, B, ...].
+    half of the last dimension, which all have in full, the imaginary ones in the second. Shapes: [T, B, ...] or what
+    broadcasts to it, [T, B, ...], [B, ...] or what broadcasts to it -> [T, B, ...]. A compiled function that takes
+    gradients of it by torch.func needs torch.compiler.allow_in_graph(linear_recurrence) before.
     """
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), h0.dtype)
-    a, b, h0 = a.to(dtype), b.to(dtype), h0.to(dtype)
+    a, b, h0 = a.to(dtype), b.to(dtype), h0.to(dtype).expand(b.shape[1:])
     if len(b) == 0:
         return a * h0 + b
     if dtype.is_complex:
@@ -963,6 +965,7 @@ class LSTMLoop(torch.autograd.Function):
         return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
 
 
+MIN_BATCH = 512  # on a CPU, for PyTorch's loop of a GRU to be faster than the one here
 MIN_MEAN_LENGTH = 5  # of a stretch, in steps; of shorter ones the calls of PyTorch's own loops, one each, cost too much
 
 
@@ -1046,7 +1049,8 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
-        if self.is_looped or (parts := stretches(reset)) is None:
+        is_faster = not x.is_cuda and x.shape[1] < MIN_BATCH
+        if self.is_looped or is_faster or (parts := stretches(reset)) is None:
             gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
             states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
             return states, states[-1]
@@ -1073,14 +1077,18 @@ class LSTM(Cell):
         return output, torch.stack([output, memory], 1)
 
     def forward(self, x, state, reset):
-        if self.is_looped or (parts := stretches(reset)) is None:
-            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih + self.cell.bias_hh)
-            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, self.cell.weight_hh)
+        return self.run(x, state, reset, self.is_looped, *self.parameters())
+
+    @staticmethod
+    def run(x, state, reset, is_looped, weight_ih, weight_hh, bias_ih, bias_hh):
+        if is_looped or (parts := stretches(reset)) is None:
+            gates = F.linear(x, weight_ih, bias_ih + bias_hh)
+            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, weight_hh)
             return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
-        outputs = []
+        outputs, weights = [], [weight_ih, weight_hh, bias_ih, bias_hh]
         for start, end in parts:
             first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
-            output, *last = torch.lstm(x[start:end], first, [*self.parameters()], True, 1, 0.0, True, False, False)
+            output, *last = torch.lstm(x[start:end], first, weights, True, 1, 0.0, True, False, False)
             outputs.append(output)
             state = torch.cat(last).transpose(0, 1)
         return torch.cat(outputs), state
@@ -1344,6 +1352,53 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
+autograd_thread = ThreadPoolExecutor(1, initializer=torch.set_flush_denormal, initargs=(True,))
+
+
+@torch.library.custom_op(f"leanrl::lstm_{__name__.replace('.', '_')}", mutates_args=())
+def lstm(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """`LSTM.run` as an operator, which may look where episodes begin."""
+    return [part.clone(memory_format=torch.contiguous_format) for part in LSTM.run(x, state, reset, False, *weights)]
+
+
+@torch.library.custom_op(f"leanrl::lstm_backward_{__name__.replace('.', '_')}", mutates_args=())
+def lstm_backward(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor], outer: list[Tensor]) -> list[Tensor]:
+    """Its gradients, by running it again; in a thread of its own, as in an operator's autograd is off."""
+
+    def differentiate():
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, state, *weights)]
+        return torch.autograd.grad(LSTM.run(*inputs[:2], reset, False, *inputs[2:]), inputs, outer)
+
+    gradients = autograd_thread.submit(differentiate).result()
+    return [gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients]
+
+
+lstm.register_fake(lambda x, state, *_: [x.new_empty(*x.shape[:2], state.shape[-1]), state.new_empty(state.shape)])
+lstm_backward.register_fake(
+    lambda x, state, _, weights, __: [part.new_empty(part.shape) for part in (x, state, *weights)]
+)
+
+
+class OpaqueLSTM(torch.autograd.Function):
+    """`LSTM.run` for a compiler on a CPU: where resets are few PyTorch's own loops are several times faster there."""
+
+    @staticmethod
+    def forward(x, state, reset, is_looped, weight_ih, weight_hh, bias_ih, bias_hh):
+        with torch.no_grad():
+            return tuple(lstm(x, state, reset, [weight_ih, weight_hh, bias_ih, bias_hh]))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:3], *inputs[4:])
+
+    @staticmethod
+    def backward(ctx, *outer):
+        x, state, reset, *weights = ctx.saved_tensors
+        with torch.no_grad():
+            x, state, *weights = lstm_backward(x, state, reset, weights, [*outer])
+        return x, state, None, None, *weights
+
+
 def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
@@ -1368,6 +1423,8 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.rollout = Rollout(args.num_steps, args.num_envs, shapes | {name: () for name in names}, device)
         cell = CELLS[args.cell](args.hidden_size)
         cell.is_looped = True
+        if args.cell == "lstm" and device.type == "cpu":
+            cell.run = OpaqueLSTM.apply
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
         self.module = FlatModule(RecurrentActorCritic(*sizes))
         self.network = nn.Buffer(self.module.flatten().to(device))

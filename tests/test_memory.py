@@ -53,6 +53,23 @@ def test_no_steps_no_sequences_no_features(shape, dtype):
     assert not any(gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("steps", [1, 6, 100])
+@pytest.mark.parametrize("shapes", [((5,), (5,)), ((3, 1), (1, 5)), ((1, 1, 1), ())])
+def test_factors_and_first_states_that_all_share(shapes, steps, dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, h0 = (torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes)
+    a = a / (1 + a.abs())
+    b = torch.randn(steps, 3, 5, dtype=dtype, generator=generator)
+    ours, theirs = ([x.clone().requires_grad_() for x in (a, b, h0)] for _ in range(2))
+    result, expected = linear_recurrence(*ours), by_loop(theirs[0].expand_as(b), theirs[1], theirs[2].expand(3, 5))
+    cotangent = torch.randn_like(expected)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+    gradients = zip(torch.autograd.grad(result, ours, cotangent), torch.autograd.grad(expected, theirs, cotangent))
+    for gradient, known in gradients:
+        torch.testing.assert_close(gradient, known, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("are_complex", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
 def test_numbers_of_several_types(are_complex):
     real, complex_ = example(31), example(31, torch.complex128)
@@ -275,6 +292,34 @@ def test_resets(name, where):
 
 
 @pytest.mark.parametrize("name", CELLS)
+def test_the_gradients_of_a_cell(name):
+    """By every parameter, too, against differences."""
+    cell, x, state, reset = cell_and_inputs(name, 7)
+    names, parameters = zip(*cell.named_parameters(), strict=True)
+
+    def run(x, state, *parameters):
+        return torch.func.functional_call(cell, dict(zip(names, parameters, strict=True)), (x, state, reset))
+
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in (x, state, *parameters)]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["mingru", "lru", "s5", "ffm"])
+def test_a_cell_over_very_many_steps(name):
+    """Outputs and gradients stay finite, and the last ones are those of the steps since the last episode began."""
+    torch.manual_seed(0)
+    cell, steps = CELLS[name](8), 65536
+    x, state, reset = torch.randn(steps, 1, 8), cell.initial_state(1), torch.zeros(steps, 1)
+    reset[-1000] = 1
+    outputs, last = cell(x, state, reset)
+    outputs.square().mean().backward()
+    assert outputs.isfinite().all() and all(p.grad.isfinite().all() and p.grad.any() for p in cell.parameters())
+    expected, end = cell(x[-1000:], state, reset[-1000:])
+    torch.testing.assert_close(outputs[-1000:], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, end, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CELLS)
 def test_two_calls_with_the_carried_state_are_one(name):
     cell, x, state, reset = cell_and_inputs(name, 50)
     outputs, last = cell(x, state, reset)
@@ -291,6 +336,7 @@ def test_loops_are_pytorchs(name, steps, monkeypatch):
     cell, x, state, reset = cell_and_inputs(name, steps)
     cotangents, results = (torch.randn_like(x), torch.randn(state.shape, dtype=torch.float64)), []
     monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
+    monkeypatch.setattr(ppo_memory, "MIN_BATCH", 0)
     assert ppo_memory.stretches(reset)
     for cell.is_looped in (False, True):
         inputs = [x.clone().requires_grad_(), state.clone().requires_grad_()]
@@ -298,6 +344,15 @@ def test_loops_are_pytorchs(name, steps, monkeypatch):
         results.append([*outputs, *torch.autograd.grad(outputs, [*inputs, *cell.parameters()], cotangents)])
     for expected, result in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "batch", "is_own"), [("gru", 511, False), ("gru", 512, True), ("lstm", 2, True)])
+def test_whose_loop_runs_on_a_cpu(name, batch, is_own, monkeypatch):
+    """PyTorch's GRU is faster for wide batches only, its LSTM always, which oneDNN runs."""
+    cell, called, run = ppo_memory.CELLS[name](4), [], getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *inputs: called.append(name) or run(*inputs))
+    cell(torch.randn(3, batch, 4), cell.initial_state(batch), torch.zeros(3, batch))
+    assert called == [name] * is_own
 
 
 def test_pytorchs_own_loops_run_where_resets_are_few():

@@ -891,19 +891,27 @@ def test_no_reset_is_frozen_into_compiled_steps(compiled_run):
 def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version(monkeypatch):
     """Of the GRU, whose loop is one operator to the compiler, against PyTorch's own, and of continuous actions."""
     monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
+    monkeypatch.setattr(ppo_memory, "MIN_BATCH", 0)
     eager, compiled, envs = pair("gru", "Continuous", learning_rate=1e-3)
     compiled.learn = compile_as_main_does(compiled.learn, **{"cpp.use_decompose_tanh": True})
     assert_same_phases(eager, compiled, envs)
 
 
+@pytest.mark.parametrize(("is_opaque", "min_mean_length"), [(False, 5), (True, 5), (True, 0)])
 @torch.no_grad()
-def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch):
-    """Its outputs, last state and gradients, compiled once with no reset to be seen, against PyTorch's own loops."""
+def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, is_opaque, min_mean_length):
+    """Its outputs, last state and gradients, compiled once with no reset to be seen, against PyTorch's own loops.
+
+    Compiled as the loop here, or as an operator, which looks where episodes begin and takes the one or the other.
+    """
     torch.manual_seed(0)
     monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
     original = CELLS["lstm"](8)
     module = ppo_memory_torchcompile.FlatModule(ppo_memory_torchcompile.LSTM(8))
     module.module.is_looped = True
+    if is_opaque:
+        module.module.run = ppo_memory_torchcompile.OpaqueLSTM.apply
+    monkeypatch.setattr(ppo_memory_torchcompile, "MIN_MEAN_LENGTH", min_mean_length)
     parameters, x = flat(original), torch.randn(6, 3, 8)
     state = torch.randn_like(original.initial_state(3))
 
