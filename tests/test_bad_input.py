@@ -52,6 +52,7 @@ NUMBERS = {  # of each flag: what is allowed, and values that are not
     "fragment-length": COUNT,
     "batch-fragments": COUNT,
     "actor-timeout": COUNT,
+    "max-lag": COUNT,
     "num-actors": ("[0, 10000]", [-1, 10_001, 10**9]),
     "forced-lag": NATURAL,
     "burn-in": NATURAL,

@@ -646,9 +646,10 @@ def cluster():
 
 
 class Taken(list):
-    """Stamps of fragments; `steps` is how many steps of environments are in them, `calls` the most an actor had."""
+    """Stamps of fragments; `steps` is how many steps of environments are in them, `calls` the most an actor had, `down`
+    how many actors had failed and were not back when the last was taken."""
 
-    steps = calls = 0
+    steps = calls = down = 0
 
 
 @pytest.fixture
@@ -663,6 +664,7 @@ def taken(monkeypatch):
             stamps.append(tuple(fragment["stamp"].tolist()))
             stamps.steps += int(fragment["valid"].sum())
             stamps.calls = max([stamps.calls, *(len(seat.calls) for seat in fleet.seats)])
+            stamps.down = sum(seat.failures > 0 and not seat.is_ready for seat in fleet.seats)
             return fragment
 
         monkeypatch.setattr(module.Fleet, "take", take)
@@ -675,7 +677,7 @@ def fleet_flags(*flags):
 
 
 def check_ledger(run, taken, lost_versions=0, down=0):
-    """What holds in each run with actors, whatever went wrong; `down` actors have failed and were not back at its end.
+    """What holds in each run with actors, whatever went wrong; `down` more failed and were not back at its end.
 
     A failure, and weights that are lost, cost the calls in flight.
     """
@@ -687,7 +689,7 @@ def check_ledger(run, taken, lost_versions=0, down=0):
     gaps = sum(sequence + 1 for sequence in last.values()) - len(taken)
     assert 0 <= gaps <= summary["fragments_lost"]
     assert 0 <= summary["fragments_delivered"] - summary["fragments_consumed"] <= 1
-    failures = summary["actor_restarts"] + down + run.config["num_actors"] * lost_versions
+    failures = summary["actor_restarts"] + max(down, taken.down) + run.config["num_actors"] * lost_versions
     assert summary["fragments_lost"] <= 2 * failures
     assert summary["global_step"] == taken.steps, "steps of no other fragments count"
     # On average a call waits for no more versions than there are calls in flight
