@@ -545,7 +545,7 @@ CAPTIONS = {
     "ray_fit": "Fitted to the cells of the table above without †. A round of a call of each of A actors takes"
     " K · (d + s) + A · c in lockstep, and max(K · (d + s), A · c) double-buffered. Errors of the model, relative to"
     " what was measured: RMS over all cells, over those below 95 % efficiency, and the largest. Not seen: double-"
-    "buffered, less than two cells took as long as their calls. The driver's CPU: median of what a call took of it."
+    "buffered, fewer than two cells took as long as their calls. The driver's CPU: median of what a call took of it."
     " Memory: medians of the actors' processes.",
     "ray_nodes": "Of the issue as published; all others are modelled with the parameters of each mode above, those in"
     " brackets simulated on one machine: without a network. Core: one sleeping actor.",

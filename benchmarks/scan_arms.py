@@ -629,7 +629,7 @@ def measure(
     """A line for each chosen arm, pass and share of resets: its median time and what else is known, or why it has none.
 
     What an arm yields is compared with a float64 loop at the first share, and at the others, whose loop would take as
-    long, with the fastest other arm that has stood this comparison there, if there is one.
+    long, with the fastest other arm that has stood this comparison there, if two have.
     """
     lines = []
     start_compilers(chosen, model.device)
@@ -652,7 +652,8 @@ def measure(
                 about[arm] |= failure(error)
         for share in shares:
             model.set_resets(share)
-            known = {arm: calls[arm]() for arm in sorted(trusted, key=trusted.get)[:2]}  # no arm is its own reference
+            able = [arm for arm in sorted(trusted, key=trusted.get) if "reason" not in about[arm]]
+            known = {arm: calls[arm]() for arm in able[:2]}  # two, as no arm is its own reference
             if len(known) < 2 and share != shares[0]:
                 expected = model.reference()[1] if trains else model.reference()[:1]
             results, timed = {}, {}

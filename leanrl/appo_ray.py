@@ -104,7 +104,7 @@ class Args:
     ray_address: str | None = None
     """address of the Ray cluster to join; Ray starts on this machine alone if not given"""
     actor_timeout: Count = 60
-    """seconds without an answer after which an actor counts as hung; a minute more without any ends the run"""
+    """seconds of silence after which an actor counts as hung; a minute more ends the run, in a new cluster ten"""
     forced_lag: Natural = 0
     """versions by which the actors' weights are kept behind the newest, to study lag"""
     max_lag: Count = 1_000
@@ -478,17 +478,13 @@ def check_rollout(args: Args, steps: int) -> None:
 
 
 def check_ray(args: Args) -> None:
-    """Ends the program with exit status 2 if it can't have the actors that are asked for; sets Ray's defaults."""
+    """Ends the program with exit status 2 if it can't have the actors that are asked for."""
     if args.num_actors and importlib.util.find_spec("ray") is None:
         fail("num_actors", args.num_actors, "needs the ray package: pip install ray")
     if args.ray_address is not None and not args.num_actors:
         fail("ray_address", args.ray_address, "needs --num-actors of at least 1")
-    if args.num_actors and "ray" not in sys.modules:  # which reads them when it is imported, maybe by an environment
-        defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
-        if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
-            defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
-            defaults |= {"RAY_USAGE_STATS_ENABLED": "0"}
-        os.environ.update(defaults | os.environ)
+    if args.max_lag < (least := 4 * args.num_actors // args.batch_fragments):  # twice what is usual
+        fail("max_lag", args.max_lag, f"must be at least {least} with so many actors")
 
 
 # ---- Environments ----
@@ -1084,14 +1080,14 @@ class Actor:
         fragment["observation"] = np.stack(frames)
         for whose, name in (("environment", "observation"), ("environment", "reward"), ("policy", "log_prob")):
             if not np.abs(fragment[name]).max() <= np.finfo(np.float32).max:
-                raise RunError(f"the {whose}'s {name} is not finite")
+                raise RunError(f"the {whose}'s {name} is not finite, or float32 can't hold it")
         self.sequence += 1
         return fragment
 
 
 # ---- Fleet: what keeps actors at work, whatever happens to them ----
-PATIENCE = 60  # seconds beyond --actor-timeout in which an actor may start
-NODE_PATIENCE = 600  # in a cluster, for the first: its nodes may have to start, too
+PATIENCE = 60  # seconds beyond --actor-timeout for which an actor that starts is waited for, and then for any at all
+NODE_PATIENCE = 600  # the same for one that has never started in a cluster, whose nodes may have to start first
 
 
 @contextlib.contextmanager
@@ -1108,21 +1104,35 @@ def handling(handler: Callable) -> Iterable[None]:
 def end_ray_processes(folder: str) -> None:
     """On Linux, kills Ray's processes that write to this session's folder: Ray's agents live for long without its head.
 
-    What an environment has started under a name of its own is left alone.
+    What an environment has started under a name of its own is left alone. Waits for 5 s at most, until all have ended.
     """
     import ray
 
-    package, folder = os.path.dirname(ray.__file__), os.path.realpath(folder)
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            name, *arguments = path.joinpath("cmdline").read_text(errors="replace").split("\0")
-            is_ray = name.startswith("ray::") or os.path.basename(name) in ("raylet", "gcs_server")
-            if int(path.name) == os.getpid() or not (is_ray or any(x.startswith(package) for x in arguments[:3])):
-                continue
-            for file in path.glob("fd/*"):
-                if os.path.realpath(file).startswith(folder + os.sep):
+    package, folder, end = os.path.dirname(ray.__file__), os.path.realpath(folder), time.monotonic() + 5
+    are_left = True
+    while are_left and time.monotonic() < end:
+        are_left = False
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                name, *arguments = path.joinpath("cmdline").read_text(errors="replace").split("\0")
+                is_ray = name.startswith("ray::") or os.path.basename(name) in ("raylet", "gcs_server")
+                if int(path.name) == os.getpid() or not (is_ray or any(x.startswith(package) for x in arguments[:3])):
+                    continue
+                if any(os.path.realpath(file).startswith(folder + os.sep) for file in path.glob("fd/*")):
                     os.kill(int(path.name), signal.SIGKILL)
-                    break
+                    are_left = True
+        time.sleep(0.1 * are_left)
+
+
+def prepare_ray(args: Args) -> None:
+    """Sets Ray's defaults, which it reads when it is imported, as the module of an environment may do."""
+    if not args.num_actors or "ray" in sys.modules:
+        return
+    defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
+    if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
+        defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
+        defaults |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.update(defaults | os.environ)
 
 
 @contextlib.contextmanager
@@ -1142,30 +1152,33 @@ def ray_session(args: Args) -> Iterable[None]:
         except (OSError, OverflowError, UnicodeError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
-    folder = None  # where the processes that are started here write; of a short name, as sockets lie in it
+    folder = None  # where the processes that are started here write
     held = []  # signals: a ray.init or ray.shutdown that is interrupted would leave processes behind
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
     options = {"address": args.ray_address or "local"}
-    if not args.ray_address:  # a CPU for each actor and for a spare one, that all may start however few there are
-        options |= {"include_dashboard": False, "num_cpus": args.num_actors + 1}
-        if is_own:
-            folder = options["_temp_dir"] = tempfile.mkdtemp(prefix="ray", dir=os.environ.get("RAY_TMPDIR"))
-    try:
-        try:  # Ray sets handlers of its own
-            with handling(lambda number, _: held.append(number)), mock.patch.object(signal, "signal"):
-                if is_own:
-                    options |= {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
-                    ray.init(**options)
-        except Exception as error:  # on a machine that is too busy Ray raises just that
-            if not held:
-                flag = "ray_address" if args.ray_address else "num_actors"
-                fail(flag, getattr(args, flag), f"Ray can't start there ({str(error).partition(chr(10))[0]})")
-        if held:
-            sys.exit(128 + held[0])
-        with handling(lambda number, _: sys.exit(128 + number)):  # until `Run` has its own
-            yield
-    finally:
-        with handling(signal.SIG_IGN):
+    options |= {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
+    with handling(lambda number, _: held.append(number)):
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a cluster's nodes do not have this file
+        try:
+            try:
+                if is_own and not args.ray_address:
+                    parent = os.environ.get("RAY_TMPDIR", "/tmp")  # short, as the names of sockets in it have a limit
+                    os.makedirs(parent, exist_ok=True)
+                    folder = options["_temp_dir"] = tempfile.mkdtemp(prefix="ray", dir=parent)
+                    # A CPU for each actor and for a spare one, that all may start however few there are
+                    options |= {"include_dashboard": False, "num_cpus": args.num_actors + 1}
+                with mock.patch.object(signal, "signal"):  # Ray sets handlers of its own
+                    if is_own:
+                        ray.init(**options)
+            except Exception as error:  # on a machine that is too busy Ray raises just that
+                if not held:
+                    flag = "ray_address" if args.ray_address else "num_actors"
+                    reason = str(error).partition("\n")[0]
+                    fail(flag, getattr(args, flag), f"Ray can't start there ({reason})")
+            if held:
+                sys.exit(128 + held[0])
+            with handling(lambda number, _: sys.exit(128 + number)):  # until `Run` has its own
+                yield
+        finally:
             ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
             if is_own:
                 ray.shutdown()
@@ -1236,7 +1249,7 @@ class Fleet:
     one actor is called here; its errors are the run's.
 
     A fragment's lag is the number of versions published from the call for it until it is taken: with A equal actors
-    about (2 A - 1) / --batch-fragments. One of more than --max-lag counts as lost.
+    about (2 A - 1) / --batch-fragments. One of more than --max-lag beyond --forced-lag counts as lost.
     """
 
     def __init__(self, args: Args, run: Run, ledger: Ledger, make_envs: Callable, build: Callable, act: Callable):
@@ -1344,11 +1357,11 @@ class Fleet:
             self.check_raylet()
             if done and (fragment := self.receive(waiting[done[0]])) is not None:
                 return fragment
-            if self.clock - self.heard_at > self.args.actor_timeout + self.patience():
+            if self.clock - self.heard_at > self.args.actor_timeout + self.patience(is_first=not self.heard_at):
                 raise RunError(f"no actor answers any more; the last cause: {self.cause}")
 
     def receive(self, seat: Seat) -> dict[str, np.ndarray] | None:
-        """The fragment that is the answer to a seat's oldest call; None if it is none, or too old, or there is none."""
+        """The answer to a seat's oldest call; None if that failed, was of no fragment, or its weights are too old."""
         reference, is_fragment, weights = seat.calls.pop(0)
         try:
             answer = self.ray.get(reference)
@@ -1371,9 +1384,9 @@ class Fleet:
             return None
         return answer if is_fragment else None
 
-    def patience(self) -> int:
-        """Seconds beyond --actor-timeout in which no actor answers, before the run gives up."""
-        return NODE_PATIENCE if self.args.ray_address and not self.heard_at else PATIENCE
+    def patience(self, is_first: bool) -> int:
+        """Seconds beyond --actor-timeout for which an actor is waited for that starts, for the first time or not."""
+        return NODE_PATIENCE if is_first and self.args.ray_address else PATIENCE
 
     def ask_head(self, pause: float = 4) -> None:
         """Every `pause` seconds, raises RunError if the cluster's head has been lost; a minute later Ray would end this
@@ -1415,13 +1428,14 @@ class Fleet:
     def tend(self, seat: Seat) -> None:
         """Sees to it that an actor holds the seat, that it is at work, and that it does not hang."""
         limit, silence = self.args.actor_timeout, self.clock - seat.heard_at
+        patience = self.patience(is_first=seat.incarnation is None and not seat.failures)
         if self.clock < seat.retry_at:
             return
         if seat.actor is None:
             seat.actor, seat.is_ready, seat.heard_at = self.remote.remote(*self.recipe), False, self.clock
-        elif not seat.is_ready and silence > limit + self.patience():
+        elif not seat.is_ready and silence > limit + patience:
             free, all_cpus = (get().get("CPU", 0) for get in (self.ray.available_resources, self.ray.cluster_resources))
-            silent = f"no answer for {limit + self.patience()} s (--actor-timeout and {self.patience()} more)"
+            silent = f"no answer for {limit + patience} s (--actor-timeout and {patience} more)"
             self.replace(seat, f"does not start: {silent}; {free:g} of {all_cpus:g} CPUs are free")
             return
         # A call that has long been finished may wait for a slow learner
@@ -1552,6 +1566,7 @@ def shapes(args: Args) -> tuple[tuple[int, ...], int | tuple[int]]:
 def main(args: Args) -> None:
     check_args(args)
     check_ray(args)
+    prepare_ray(args)
     check_rollout(args, args.num_envs * args.fragment_length * args.batch_fragments)
     random.seed(args.seed)
     np.random.seed(args.seed)

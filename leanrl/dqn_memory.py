@@ -1066,7 +1066,7 @@ class FrameStack(Cell):
 class GRU(Cell):
     """Gated recurrent unit (Cho et al. 2014), as cuDNN has it: the reset gate multiplies U h + b, not h."""
 
-    is_looped = False  # if True, never PyTorch's own loops: compilers and captures can't look where episodes begin
+    is_looped = False  # if True, never PyTorch's loops: a compiler or a capture can't look where episodes begin
 
     def __init__(self, size: int):
         super().__init__()
@@ -1078,8 +1078,8 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
-        is_faster = not x.is_cuda and x.shape[1] < MIN_BATCH
-        if self.is_looped or is_faster or (parts := stretches(reset)) is None:
+        own_is_faster = self.is_looped or (not x.is_cuda and x.shape[1] < MIN_BATCH)
+        if own_is_faster or (parts := stretches(reset)) is None:
             gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
             states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
             return states, states[-1]

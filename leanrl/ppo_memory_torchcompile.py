@@ -1037,7 +1037,7 @@ class FrameStack(Cell):
 class GRU(Cell):
     """Gated recurrent unit (Cho et al. 2014), as cuDNN has it: the reset gate multiplies U h + b, not h."""
 
-    is_looped = False  # if True, never PyTorch's own loops: compilers and captures can't look where episodes begin
+    is_looped = False  # if True, never PyTorch's loops: a compiler or a capture can't look where episodes begin
 
     def __init__(self, size: int):
         super().__init__()
@@ -1049,8 +1049,8 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
-        is_faster = not x.is_cuda and x.shape[1] < MIN_BATCH
-        if self.is_looped or is_faster or (parts := stretches(reset)) is None:
+        own_is_faster = self.is_looped or (not x.is_cuda and x.shape[1] < MIN_BATCH)
+        if own_is_faster or (parts := stretches(reset)) is None:
             gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
             states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
             return states, states[-1]
@@ -1364,8 +1364,10 @@ def lstm(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) -> list
 @torch.library.custom_op(f"leanrl::lstm_backward_{__name__.replace('.', '_')}", mutates_args=())
 def lstm_backward(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor], outer: list[Tensor]) -> list[Tensor]:
     """Its gradients, by running it again; in a thread of its own, as in an operator's autograd is off."""
+    threads = torch.get_num_threads()
 
     def differentiate():
+        torch.set_num_threads(threads)
         inputs = [tensor.detach().requires_grad_() for tensor in (x, state, *weights)]
         return torch.autograd.grad(LSTM.run(*inputs[:2], reset, False, *inputs[2:]), inputs, outer)
 
@@ -1424,7 +1426,7 @@ class CompiledMemoryPPOAgent(nn.Module):
         cell = CELLS[args.cell](args.hidden_size)
         cell.is_looped = True
         if args.cell == "lstm" and device.type == "cpu":
-            cell.run = OpaqueLSTM.apply
+            cell.run = OpaqueLSTM.apply  # which can look there all the same
         sizes = (envs.inputs.shape[1], envs.action_dim, envs.is_discrete, cell, args.hidden_size)
         self.module = FlatModule(RecurrentActorCritic(*sizes))
         self.network = nn.Buffer(self.module.flatten().to(device))

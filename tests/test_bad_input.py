@@ -341,6 +341,8 @@ def test_actions_that_have_no_values_of_their_own(refused, script, env_id, space
 def test_actors_that_cannot_be(refused, monkeypatch, script):
     err = refused(script, "--ray-address", "127.0.0.1:1")
     assert err == "error: --ray-address 127.0.0.1:1: needs --num-actors of at least 1\n"
+    err = refused(script, "--num-actors", 300, "--batch-fragments", 1)
+    assert err == "error: --max-lag 1000: must be at least 1200 with so many actors\n"
     err = refused(script, "--ray-address", "127.0.0.1:1", "--num-actors", 1)
     assert err.startswith("error: --ray-address 127.0.0.1:1: must be the address of a Ray cluster (")
     err = refused(script, "--ray-address", f"{'x' * 70}:6379", "--num-actors", 1)  # no name of a host is that long

@@ -968,20 +968,37 @@ def test_what_a_replaced_actor_had_in_flight_is_lost(fleet):
     assert fleet.ledger.lost == 2 and fleet.ledger.restarts == 1 and seat.calls == [] and len(said) == 1
 
 
-def test_a_cluster_may_start_its_nodes_first(fleet):
-    """With --ray-address the first actor has ten minutes; no later one, nor any on this machine alone."""
+def test_a_cluster_may_start_its_nodes_first(fleet, monkeypatch):
+    """With --ray-address an actor has ten minutes more for its first start; for no later one, nor on this machine."""
     module = importlib.import_module("impala_ray")
     fleet.ray.available_resources = fleet.ray.cluster_resources = dict
     fleet.published = [([], None, 0)]
     fleet.run = SimpleNamespace(global_step=0, bar=SimpleNamespace(write=lambda line, file: None))
     seat = fleet.seats[0]
-    for address, heard_at, patience in (("h:1", 0.0, 600), ("h:1", 1.0, 60), (None, 0.0, 60), (None, 1.0, 60)):
-        fleet.args.ray_address, fleet.heard_at, fleet.ledger = address, heard_at, module.Ledger()
+    cases = (("h:1", None, 0, 600), ("h:1", 0, 0, 60), ("h:1", None, 1, 60), (None, None, 0, 60), (None, 0, 0, 60))
+    for address, incarnation, failures, patience in cases:
+        fleet.args.ray_address, fleet.ledger = address, module.Ledger()
         for silence, replaced in ((60 + patience, 0), (61 + patience, 1)):
-            seat.actor, seat.is_ready, seat.calls, seat.retry_at, seat.failures = object(), False, [(1, False, 0)], 0, 0
+            seat.actor, seat.is_ready, seat.calls, seat.retry_at = object(), False, [(1, False, 0)], 0
+            seat.incarnation, seat.failures = incarnation, failures
             fleet.clock, seat.heard_at = 1000.0, 1000.0 - silence
             fleet.tend(seat)
             assert fleet.ledger.restarts == replaced
+    monkeypatch.setattr(module.Fleet, "check_raylet", lambda fleet: None)
+    monkeypatch.setattr(module.Fleet, "tend", lambda fleet, seat: None)
+    fleet.run.stop, fleet.seats = None, fleet.seats[:1]
+    for address, heard_at, patience in (("h:1", 0.0, 600), ("h:1", 100.0, 60), (None, 0.0, 60)):
+        fleet.args.ray_address, fleet.heard_at, fleet.cause = address, heard_at, "none"
+        seat.calls, fleet.clock, fleet.looked_at = [], heard_at + 60 + patience + 0.001, time.monotonic()
+        fleet.spare.retry_at = math.inf
+        with pytest.raises(module.RunError, match="no actor answers any more"):
+            fleet.wait()
+        monkeypatch.setattr(module.time, "sleep", lambda seconds: setattr(fleet.run, "stop", 1))
+        fleet.clock, fleet.looked_at = heard_at + 59 + patience, time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            fleet.wait()
+        fleet.run.stop = None
+        monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
 
 
 def test_a_spare_actor_takes_a_seat_only_while_it_stands_by(fleet):
@@ -1160,13 +1177,15 @@ def actors_of(session):
 
 
 @pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
-def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, script):
+def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, tmp_path, script):
     import ray
 
     def init(**_):
+        assert len(list(tmp_path.glob("new/ray*"))) == 1
         raise Exception("The current node timed out during startup.\nMore of that.")
 
     shut = []
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "new"))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: shut.append(None))
@@ -1176,6 +1195,13 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, script
     assert shut and script not in ray.cloudpickle.list_registry_pickle_by_value()  # nothing of it stays
     line = "error: --num-actors 1: Ray can't start there (The current node timed out during startup.)\n"
     assert error.value.code == 2 and capsys.readouterr().err == line
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"] and not any((tmp_path / "new").iterdir())
+    tmp_path.joinpath("file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    with pytest.raises(SystemExit), module.ray_session(module.Args(num_actors=1)):
+        pass
+    assert "error: --num-actors 1: Ray can't start there ([Errno" in capsys.readouterr().err
+    assert script not in ray.cloudpickle.list_registry_pickle_by_value()
 
 
 def names_of(processes):
@@ -1211,6 +1237,7 @@ BETWEEN = """
 import os, signal, sys, {module} as module
 args = module.Args(num_actors=1)
 module.check_ray(args)
+module.prepare_ray(args)
 assert "ray" not in sys.modules, "an environment may import it before the run does"
 secret = os.environ["RAY_AUTH_TOKEN"]
 print(os.environ["RAY_AUTH_MODE"], len(secret), os.environ["RAY_USAGE_STATS_ENABLED"], flush=True)
@@ -1235,9 +1262,17 @@ def test_ray_asks_for_a_secret_and_a_signal_before_the_run_leaves_nothing(module
             text=True,
             start_new_session=True,
         )
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == code and re.fullmatch(r"token 64 0\nray\w+\n", out), out
-        assert os.listdir(folder) == [] and processes_of(process.pid) == []
+        try:
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == code and re.fullmatch(r"token 64 0\nray\w+\n", out), out
+            assert os.listdir(folder) == []
+            deadline = time.monotonic() + 60
+            while processes_of(process.pid):
+                assert time.monotonic() < deadline, names_of(processes_of(process.pid))
+                time.sleep(0.1)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_without_actors_ray_is_not_imported(tmp_path):
@@ -1319,8 +1354,8 @@ def test_a_process_of_ray_s_that_dies_ends_the_run_with_a_checkpoint(start, tmp_
 def test_nothing_is_left_behind(start, tmp_path, monkeypatch):
     """A run that starts Ray by itself, of which an actor is killed, and Ctrl-C in its terminal: no process of its own
     lives on, no shared memory, no file, and nothing was printed but what the script has to say."""
-    folder = tempfile.mkdtemp()  # of a short name, as sockets lie in it
-    monkeypatch.setenv("RAY_TMPDIR", folder)
+    folder = tempfile.TemporaryDirectory()  # of a short name, as sockets lie in it
+    monkeypatch.setenv("RAY_TMPDIR", folder.name)
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
     process = start_endless(start, tmp_path)
     wait_for_lines(process, tmp_path, 1)
@@ -1339,4 +1374,5 @@ def test_nothing_is_left_behind(start, tmp_path, monkeypatch):
     time.sleep(1)
     assert processes_of(process.pid) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} <= before
-    os.rmdir(folder)  # raises if something is in it
+    assert os.listdir(folder.name) == []
+    folder.cleanup()

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import sys
+import threading
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -936,6 +937,27 @@ def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, is_opaque, min_
         results.append(ours[0].clone())
     assert all((one - other).abs().max() > 1e-3 for one, other in itertools.pairwise(results))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_an_lstm_runs_again_with_as_many_threads(monkeypatch):
+    """The thread in which gradients of the operator are made is one of its own."""
+    seen, run, before = [], ppo_memory_torchcompile.LSTM.run, torch.get_num_threads()
+    monkeypatch.setattr(
+        ppo_memory_torchcompile.LSTM,
+        "run",
+        lambda *inputs: seen.append((threading.get_ident(), torch.get_num_threads())) or run(*inputs),
+    )
+    cell = CELLS["lstm"](4)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            x = torch.randn(5, 2, 4, requires_grad=True)
+            inputs = x, cell.initial_state(2), torch.zeros(5, 2), True, *cell.parameters()
+            ppo_memory_torchcompile.OpaqueLSTM.apply(*inputs)[0].sum().backward()
+            (first, _), (second, found) = seen[-2:]
+            assert first != second and found == threads and x.grad.any()
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---- Runs ----
