@@ -14,7 +14,7 @@ policy, not from the actors' older ones (Hilton et al. 2022, https://arxiv.org/a
     python leanrl/appo_ray.py --env-id CartPole-v1 --seed 1 --num-actors 2
     python leanrl/appo_ray_torchcompile.py --env-id CartPole-v1 --seed 1 --num-actors 2 --compile --cudagraphs
     python leanrl/appo_ray_torchcompile.py --env-id HalfCheetah-v4 --num-actors 2 --num-envs 1 --compile \
-        --fragment-length 512 --batch-fragments 4 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
+        --fragment-length 128 --batch-fragments 16 --update-epochs 10 --num-minibatches 32 --learning-rate 3e-4 \
         --ent-coef 0
 
 PPO's published returns (CleanRL): CartPole-v1 490 ± 6, HalfCheetah-v4 (1M steps) 1,443 ± 46. Ours are in the README.
