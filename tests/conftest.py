@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,19 @@ def read_run(output_dir):
     return SimpleNamespace(
         folder=folder, config=config, summary=summary, metrics=lines("metrics.jsonl"), episodes=lines("episodes.jsonl")
     )
+
+
+def shared_memory():
+    """The names of what lies in shared memory."""
+    return set(os.listdir("/dev/shm")) if os.path.exists("/dev/shm") else set()
+
+
+def check_shared_memory(before, seconds=300):
+    """Nothing has been left there since: what a test beside this one has there goes in time."""
+    left, end = shared_memory() - before, time.monotonic() + seconds
+    while left := left & shared_memory():
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="session")

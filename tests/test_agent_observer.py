@@ -17,6 +17,8 @@ import torch.distributed.rpc as rpc
 import tyro
 from torch import nn
 
+from conftest import check_shared_memory, shared_memory
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -382,7 +384,7 @@ class Program:
         self.folder, self.report = folder, folder / "report.json"
         argv = [*flags, "--output-file-path", str(self.report)]
         self.process = agent_observer.CONTEXT.Process(target=self.run, args=(argv,))
-        self.shared_memory = sorted(os.listdir("/dev/shm"))
+        self.shared_memory = shared_memory()
         self.process.start()
         self.pid = self.process.pid
 
@@ -429,7 +431,8 @@ class Program:
         assert self.process.exitcode == status
         (line,) = self.read("err").splitlines()
         assert re.fullmatch(f"error: {message}", line), line
-        assert all(self.is_gone(pid) for pid in pids) and sorted(os.listdir("/dev/shm")) == self.shared_memory
+        assert all(self.is_gone(pid) for pid in pids)
+        check_shared_memory(self.shared_memory)
 
 
 @pytest.fixture
@@ -495,7 +498,7 @@ def test_nothing_outlives_a_killed_coordinator(is_at_work, transport, program):
     assert run.wait_for_episodes(3) if is_at_work else wait_until(run.children)
     os.kill(run.pid, signal.SIGKILL)
     wait_until(lambda: not run.left(), seconds=10)
-    assert sorted(os.listdir("/dev/shm")) == run.shared_memory
+    check_shared_memory(run.shared_memory)
 
 
 def test_what_was_measured_before_a_kill_is_kept(program):

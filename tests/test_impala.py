@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import environments
-from conftest import read_run
+from conftest import check_shared_memory, read_run, shared_memory
 
 SCRIPTS = {"impala_ray": "IMPALAAgent", "impala_ray_torchcompile": "CompiledIMPALAAgent"}
 CPU = torch.device("cpu")
@@ -1357,7 +1357,7 @@ def test_nothing_is_left_behind(start, tmp_path, monkeypatch):
     lives on, no shared memory, no file, and nothing was printed but what the script has to say."""
     folder = tempfile.TemporaryDirectory()  # of a short name, as sockets lie in it
     monkeypatch.setenv("RAY_TMPDIR", folder.name)
-    before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").exists() else set()
+    before = shared_memory()
     process = start_endless(start, tmp_path)
     wait_for_lines(process, tmp_path, 1)
     actor = min(actors_of(process.pid))
@@ -1374,6 +1374,6 @@ def test_nothing_is_left_behind(start, tmp_path, monkeypatch):
     assert "actor 0 is dead or out of reach, and is asked again" in err and "raylet" not in out + err, out + err
     time.sleep(1)
     assert processes_of(process.pid) == []
-    assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+    check_shared_memory(before)
     assert os.listdir(folder.name) == []
     folder.cleanup()

@@ -26,6 +26,7 @@ from gymnasium.wrappers import RecordEpisodeStatistics
 from torch import nn
 
 import environments
+from conftest import check_shared_memory, shared_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
@@ -44,7 +45,7 @@ AUTH = {"RAY_AUTH_MODE": "token"}  # with a secret that ray_vector_env.py makes 
 def ray():
     """Ray with 4 cores to give away, for the tests of this file; and its API."""
     os.environ |= AUTH
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_memory()
     variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)  # where the actors find environments.py
@@ -52,7 +53,8 @@ def ray():
             import ray
 
             yield ray
-    assert not ray.is_initialized() and sorted(os.listdir("/dev/shm")) == before
+    assert not ray.is_initialized()
+    check_shared_memory(before)
     assert {name: value for name, value in os.environ.items() if name.startswith("RAY_")} == variables
 
 
@@ -490,7 +492,7 @@ class Program:
     def __init__(self, folder, name, *flags):
         self.mark = uuid.uuid4().hex
         self.temporary = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets' names are short
-        self.shared_memory = sorted(os.listdir("/dev/shm"))
+        self.shared_memory = shared_memory()
         environment = os.environ | AUTH | {"LEANRL_TEST": self.mark, "TMPDIR": self.temporary}
         self.out = folder / "out"
         command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *map(str, flags)]
@@ -515,7 +517,8 @@ class Program:
         """Exit status and stderr, once it has ended and nothing of it is left."""
         err = self.process.communicate(timeout=timeout)[1]
         wait_until(lambda: not self.left(), 180)
-        assert sorted(os.listdir("/dev/shm")) == self.shared_memory and not os.listdir(self.temporary)
+        assert not os.listdir(self.temporary)
+        check_shared_memory(self.shared_memory)
         return self.process.returncode, err
 
 
