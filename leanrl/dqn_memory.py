@@ -873,12 +873,12 @@ Tensor = torch.Tensor
 
 
 def operator(loop: Callable) -> Callable:
-    """The loop as an operator of PyTorch; its first two arguments are [T, B, ...] and [B, S], it returns [T, B, S]."""
+    """The loop as an operator of PyTorch: of [T, B, S], [B, ...] and whatever else it makes [T, B, ...]."""
     name = f"leanrl::{loop.__name__}_{__name__.replace('.', '_')}"
     made = torch.library.custom_op(name, loop, mutates_args=())
     made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
 
-    def run(*inputs: Tensor) -> Tensor:
+    def run(*inputs: Tensor | list[Tensor]) -> Tensor:
         with torch.no_grad():
             return made(*inputs)
 
@@ -886,36 +886,36 @@ def operator(loop: Callable) -> Callable:
 
 
 @operator
-def gru_states(keep: Tensor, state: Tensor, gates: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The states. `keep` is 0 where an episode begins, [T, B, 1]; `gates` is what the inputs add there, [T, B, 3 S]."""
-    size, states = state.shape[1], []
-    for kept, row in zip(keep.unbind(0), gates.unbind(0), strict=True):
-        state = state * kept
-        hidden = torch.addmm(bias, state, weight.mT)
-        gate = torch.sigmoid(row[:, : 2 * size] + hidden[:, : 2 * size])
-        candidate = torch.tanh(torch.addcmul(row[:, 2 * size :], gate[:, :size], hidden[:, 2 * size :]))
-        state = torch.lerp(candidate, state, gate[:, size:])
+def gru_states(x: Tensor, state: Tensor, keep: Tensor, weights: list[Tensor]) -> Tensor:
+    """The states; `keep` is 0 where an episode begins, [T, B, 1]."""
+    states = []
+    for row, kept in zip(x.unbind(0), keep.unbind(0), strict=True):
+        state = torch.gru_cell(row, state * kept, *weights)
         states.append(state)
     return torch.stack(states)
 
 
 @operator
-def gru_gradients(keep: Tensor, carry: Tensor, outer: Tensor, factors: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """The gradients of the states, from those that reach them from without, backwards."""
-    gradients = []
-    for kept, row, factor, gate in zip(*(x.unbind(0)[::-1] for x in (keep, outer, factors, z)), strict=True):
-        gradient = row + carry
-        carry = kept * torch.addmm(gradient * gate, gradient.repeat(1, 3) * factor, weight)
-        gradients.append(gradient)
+def gru_gradients(outer: Tensor, carry: Tensor, direct: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
+    """The gradients of the states, from those that reach them from without, and the last one from `carry`, backwards.
+
+    The derivatives of a state by the one before it are `direct`, [T, B, S], and, through the gates, the products of
+    `factors`, [T, B, 3, S], and `weight`.
+    """
+    gradients = [outer[-1] + carry]
+    for row, passed, factor in zip(*(x.unbind(0)[::-1] for x in (outer[:-1], direct[1:], factors[1:])), strict=True):
+        gradient = gradients[-1]
+        through_gates = (gradient[:, None] * factor).flatten(1)
+        gradients.append(torch.addmm(torch.addcmul(row, gradient, passed), through_gates, weight))
     return torch.stack(gradients[::-1])
 
 
 class GRULoop(torch.autograd.Function):
-    """The states of a GRU."""
+    """The states of a GRU, [T, B, S], of x, [T, B, S], the first state, [B, S], `keep`, and the weights."""
 
     @staticmethod
-    def forward(keep, state, gates, weight, bias):
-        return gru_states(keep, state, gates, weight, bias)
+    def forward(x, state, keep, weight_ih, weight_hh, bias_ih, bias_hh):
+        return gru_states(x, state, keep, [weight_ih, weight_hh, bias_ih, bias_hh])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -923,57 +923,64 @@ class GRULoop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, outer):
-        keep, state, gates, weight, bias, states = ctx.saved_tensors
+        x, state, keep, weight_ih, weight_hh, bias_ih, bias_hh, states = ctx.saved_tensors
         before = keep * torch.cat([state[None], states[:-1]])
-        hidden = (before @ weight.mT + bias).chunk(3, -1)
-        r, z, n = gates.chunk(3, -1)
+        hidden = (before @ weight_hh.mT + bias_hh).chunk(3, -1)
+        r, z, n = (x @ weight_ih.mT + bias_ih).chunk(3, -1)
         r, z = torch.sigmoid(r + hidden[0]), torch.sigmoid(z + hidden[1])
         n = torch.tanh(n + r * hidden[2])
         to_n = (1 - z) * (1 - n.square())  # all these are derivatives of the state by what enters a gate
-        factors = torch.cat([to_n * hidden[2] * r * (1 - r), (before - n) * z * (1 - z), to_n * r], -1)
-        gradient = gru_gradients(keep, torch.zeros_like(state), outer, factors, z, weight)
-        each = gradient.repeat(1, 1, 3) * factors
-        gates_gradient = torch.cat([*each.chunk(3, -1)[:2], gradient * to_n], -1)
-        state_gradient = keep[0] * (gradient[0] * z[0] + each[0] @ weight)
-        return None, state_gradient, gates_gradient, each.flatten(0, 1).mT @ before.flatten(0, 1), each.sum((0, 1))
+        factors = torch.stack([to_n * hidden[2] * r * (1 - r), (before - n) * z * (1 - z), to_n * r], 2)
+        gradient = gru_gradients(outer, torch.zeros_like(state), keep * z, keep[..., None] * factors, weight_hh)
+        each = gradient[:, :, None] * factors
+        to_hidden, to_input = each.flatten(2), torch.cat([each[:, :, :2].flatten(2), gradient * to_n], -1)
+        to_state = keep[0] * (gradient[0] * z[0] + to_hidden[0] @ weight_hh)
+        to_weights = to_input.flatten(0, 1).mT @ x.flatten(0, 1), to_hidden.flatten(0, 1).mT @ before.flatten(0, 1)
+        return to_input @ weight_ih, to_state, None, *to_weights, to_input.sum((0, 1)), to_hidden.sum((0, 1))
 
 
 @operator
-def lstm_states(keep: Tensor, state: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
-    """As `gru_states`, with outputs and cells side by side in the states, and all biases in `gates`, [T, B, 4 S]."""
-    size, states = state.shape[1] // 2, []
-    for kept, row in zip(keep.unbind(0), gates.unbind(0), strict=True):
-        output, cell = (state * kept).chunk(2, 1)
-        row = torch.addmm(row, output, weight.mT)
-        gate = torch.sigmoid(row)
-        cell = torch.addcmul(gate[:, size : 2 * size] * cell, gate[:, :size], torch.tanh(row[:, 2 * size : 3 * size]))
-        state = torch.cat([gate[:, 3 * size :] * torch.tanh(cell), cell], 1)
-        states.append(state)
-    return torch.stack(states)
+def lstm_states(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) -> Tensor:
+    """Outputs and cells; of cells the last alone where resets are few, as PyTorch's own loops are faster on a CPU."""
+    if not x.is_cuda and (parts := stretches(reset)) is not None:
+        outputs, last = LSTM.between_resets(x, state, reset, parts, weights)
+        return torch.stack([outputs, F.pad(last[None, :, 1], (0, 0, 0, 0, len(x) - 1, 0))], 2)
+    outputs, cells, (output, cell) = [], [], state.unbind(1)
+    for row, kept in zip(x.unbind(0), (1 - reset)[..., None].unbind(0), strict=True):
+        output, cell = torch.lstm_cell(row, (output * kept, cell * kept), *weights)
+        outputs.append(output)
+        cells.append(cell)
+    return torch.stack([torch.stack(outputs), torch.stack(cells)], 2)
 
 
 @operator
 def lstm_gradients(
-    keep: Tensor, carry: Tensor, outer: Tensor, factors: Tensor, f: Tensor, to_cell: Tensor, weight: Tensor
+    outer: Tensor, carry: Tensor, to_cell: Tensor, passed: Tensor, factors: Tensor, weight: Tensor
 ) -> Tensor:
-    """As `gru_gradients`."""
-    gradients = []
-    rows = zip(*(x.unbind(0)[::-1] for x in (keep, outer, factors, f, to_cell)), strict=True)
-    for kept, row, factor, gate, derivative in rows:
-        output, cell = (row + carry).chunk(2, 1)
+    """As `gru_gradients`, of outputs and cells.
+
+    A derivative is `to_cell` if it is an output's by its own cell, and `passed` if it is a cell's by the one before.
+    """
+    each, cell, gradients = torch.zeros_like(factors[0]).flatten(1), carry[:, 1], []
+    rows = zip(*(x.unbind(0)[::-1] for x in (outer, to_cell, passed, factors)), strict=True)
+    for row, derivative, kept, factor in rows:
+        output = torch.addmm(row, each, weight)
         cell = torch.addcmul(cell, output, derivative)
-        each = torch.cat([cell, cell, cell, output], 1) * factor
-        carry = kept * torch.cat([each @ weight, cell * gate], 1)
-        gradients.append(torch.cat([output, cell], 1))
+        gradients.append(torch.stack([output, cell], 1))
+        each = (torch.stack([cell, cell, cell, output], 1) * factor).flatten(1)
+        cell = cell * kept
     return torch.stack(gradients[::-1])
 
 
 class LSTMLoop(torch.autograd.Function):
-    """The states of an LSTM, outputs and cells."""
+    """Outputs and cells of an LSTM, [T, B, 2, S], of x, [T, B, S], the first state, [B, 2, S], resets, and the weights.
+
+    Of the cells the last alone is sure to be there, and has a gradient.
+    """
 
     @staticmethod
-    def forward(keep, state, gates, weight):
-        return lstm_states(keep, state, gates, weight)
+    def forward(x, state, reset, weight_ih, weight_hh, bias_ih, bias_hh):
+        return lstm_states(x, state, reset, [weight_ih, weight_hh, bias_ih, bias_hh])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -981,20 +988,26 @@ class LSTMLoop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, outer):
-        keep, state, gates, weight, states = ctx.saved_tensors
-        output, cell = (keep * torch.cat([state[None], states[:-1]])).chunk(2, -1)
-        i, f, g, o = (gates + output @ weight.mT).chunk(4, -1)
-        i, f, o = (torch.sigmoid(gate) for gate in (i, f, o))
-        g, tanh = torch.tanh(g), torch.tanh(states.chunk(2, -1)[1])
-        factors = torch.cat([g * i * (1 - i), cell * f * (1 - f), i * (1 - g.square()), tanh * o * (1 - o)], -1)
-        gradient = lstm_gradients(keep, torch.zeros_like(state), outer, factors, f, o * (1 - tanh.square()), weight)
-        to_output, to_cell = gradient.chunk(2, -1)
-        each = torch.cat([to_cell, to_cell, to_cell, to_output], -1) * factors
-        state_gradient = keep[0] * torch.cat([each[0] @ weight, to_cell[0] * f[0]], -1)
-        return None, state_gradient, each, each.flatten(0, 1).mT @ output.flatten(0, 1)
+        x, state, reset, weight_ih, weight_hh, bias_ih, bias_hh, states = ctx.saved_tensors
+        keep = 1 - reset[..., None]
+        before = keep * torch.cat([state[None, :, 0], states[:-1, :, 0]])
+        i, f, g, o = (x @ weight_ih.mT + before @ weight_hh.mT + (bias_ih + bias_hh)).chunk(4, -1)
+        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
+        passed = keep * f
+        cells = linear_recurrence(passed, i * g, state[:, 1])  # as the gates are known now
+        last, tanh = keep * torch.cat([state[None, :, 1], cells[:-1]]), torch.tanh(cells)
+        factors = [g * i * (1 - i), last * f * (1 - f), i * (1 - g.square()), tanh * o * (1 - o)]
+        factors, carry, to_cell = torch.stack(factors, 2), torch.zeros_like(state), o * (1 - tanh.square())
+        carry = torch.stack([carry[:, 0], outer[-1, :, 1]], 1)
+        gradient = lstm_gradients(outer[:, :, 0], carry, to_cell, passed, keep[..., None] * factors, weight_hh)
+        each = (gradient[:, :, [1, 1, 1, 0]] * factors).flatten(2)
+        to_state = torch.stack([keep[0] * (each[0] @ weight_hh), passed[0] * gradient[0, :, 1]], 1)
+        flat, bias = each.flatten(0, 1), each.sum((0, 1))
+        to_weights = flat.mT @ x.flatten(0, 1), flat.mT @ before.flatten(0, 1)
+        return each @ weight_ih, to_state, None, *to_weights, bias, bias
 
 
-MIN_BATCH = 512  # on a CPU, for PyTorch's loop of a GRU to be faster than the one here
+MIN_BATCH = 32  # on a CPU, for PyTorch's loop of a GRU to be faster than the one here
 MIN_MEAN_LENGTH = 5  # of a stretch, in steps; of shorter ones the calls of PyTorch's own loops, one each, cost too much
 
 
@@ -1080,8 +1093,9 @@ class GRU(Cell):
     def forward(self, x, state, reset):
         own_is_faster = self.is_looped or (not x.is_cuda and x.shape[1] < MIN_BATCH)
         if own_is_faster or (parts := stretches(reset)) is None:
-            gates = F.linear(x, self.cell.weight_ih, self.cell.bias_ih)
-            states = GRULoop.apply(1 - reset[..., None], state, gates, self.cell.weight_hh, self.cell.bias_hh)
+            # Views: of what torch.func differentiates by Dynamo drops a Function's backward (issue 193279 of PyTorch)
+            weights = [weight.view_as(weight) for weight in self.parameters()]
+            states = GRULoop.apply(x, state, 1 - reset[..., None], *weights)
             return states, states[-1]
         outputs = []
         for start, end in parts:
@@ -1106,15 +1120,16 @@ class LSTM(Cell):
         return output, torch.stack([output, memory], 1)
 
     def forward(self, x, state, reset):
-        return self.run(x, state, reset, self.is_looped, *self.parameters())
+        weights = [*self.parameters()]
+        if self.is_looped or (parts := stretches(reset)) is None:
+            states = LSTMLoop.apply(x, state, reset, *(weight.view_as(weight) for weight in weights))  # as GRU's
+            return states[:, :, 0], states[-1]
+        return self.between_resets(x, state, reset, parts, weights)
 
     @staticmethod
-    def run(x, state, reset, is_looped, weight_ih, weight_hh, bias_ih, bias_hh):
-        if is_looped or (parts := stretches(reset)) is None:
-            gates = F.linear(x, weight_ih, bias_ih + bias_hh)
-            states = LSTMLoop.apply(1 - reset[..., None], state.flatten(1), gates, weight_hh)
-            return states.chunk(2, -1)[0], states[-1].unflatten(-1, (2, -1))
-        outputs, weights = [], [weight_ih, weight_hh, bias_ih, bias_hh]
+    def between_resets(x, state, reset, parts, weights):
+        """As `forward`, by PyTorch's own loop over each stretch of steps."""
+        outputs = []
         for start, end in parts:
             first = [part[None].contiguous() for part in after_reset(state, reset[start]).unbind(1)]
             output, *last = torch.lstm(x[start:end], first, weights, True, 1, 0.0, True, False, False)

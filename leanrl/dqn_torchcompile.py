@@ -38,7 +38,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -738,7 +738,7 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
+def warm_up(steps: Sequence, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
@@ -834,12 +834,11 @@ def main(args: Args) -> None:
             stack.enter_context(env)  # which closes it in the end
         # Compilation and capture: a full graph of the update, in place: capture would copy arguments and results
         if args.compile:
-            # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
-            # No guards: all that a run changes is in tensors
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            options |= {"size_asserts": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-            options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
+            options = {"fallback_random": True}  # eager's numbers in all variants
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no trials
+            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what a run changes is in tensors
+            options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
             agent.learn = torch.compile(agent.learn, fullgraph=True, options=options)
         if args.cudagraphs:
             logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture

@@ -40,7 +40,7 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NoReturn, get_args
@@ -755,7 +755,7 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-def warm_up(steps: list[Callable], agent: nn.Module, run: Run) -> None:
+def warm_up(steps: Sequence, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
@@ -924,12 +924,11 @@ def main(args: Args) -> None:
         # update, one to act and make it, and one to store what an update must wait for
         steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
-            # fallback_random: eager's numbers in all variants; vec_isa_ok, size_asserts: neither trials nor checks.
-            # The filter keeps guards on arguments named …_due, all that a run changes
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True, "cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True}
-            options |= {"size_asserts": False, "guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}
-            options["deterministic"] = args.torch_deterministic  # no choice among reductions by how long they take
+            options = {"fallback_random": True}  # eager's numbers in all variants
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no trials
+            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # what a run changes
+            options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         agent.choose, agent.update_critics, agent.update_actor = steps
         kinds = [(True,), (False,)][: args.policy_frequency]

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,22 @@ def test_a_killed_actor_comes_back(tmp_path, capsys, monkeypatch):
     assert 10e6 < run["pss"] <= run["rss"] < 2e9
     assert result["ledger"]["actor_restarts"] >= 1 and result["ledger"]["fragments_lost"] >= 1
     assert sessions and not any(map(ray_faults.actors_of, sessions)) and "pair 1: " in capsys.readouterr().out
+
+
+def test_kills_come_first_in_every_second_pair(monkeypatch):
+    """On a clock that sleeping alone moves, with an actor that is back at once."""
+    now, killed, actor = [100.0], [], {"rss": 3e8, "pss": 2e8}
+    monkeypatch.setattr(ray_faults.time, "time", lambda: now[0])
+    monkeypatch.setattr(ray_faults.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(ray_faults.os, "kill", lambda *_: killed.append(now[0]))
+    for name, value in (("actors_of", [1]), ("memory_of", actor), ("read_stamps", []), ("seconds_back", [1.0])):
+        monkeypatch.setattr(ray_faults, name, lambda *_, value=value: value)
+    monkeypatch.setattr(ray_faults, "throughput", lambda stamps, start, end: start + 1000 * (end - start))
+    args, process = ray_faults.Args(interval=5.0, kills=2), SimpleNamespace(pid=1)
+    for repeat, (without, with_kills) in ((1, (100, 110)), (2, (140, 125)), (3, (150, 160))):
+        record = ray_faults.measure(args, process, None, repeat)
+        assert (record["steps_per_second"], record["with_kills"]) == (10_000 + without, 10_000 + with_kills)
+        assert killed[-2:] == [with_kills, with_kills + 5]
 
 
 # ---- ray_learner.py ----

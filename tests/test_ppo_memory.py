@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import sys
-import threading
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -898,20 +897,18 @@ def test_a_compiled_update_phase_of_a_loop_is_that_of_the_eager_version(monkeypa
     assert_same_phases(eager, compiled, envs)
 
 
-@pytest.mark.parametrize(("is_opaque", "min_mean_length"), [(False, 5), (True, 5), (True, 0)])
+@pytest.mark.parametrize("min_mean_length", [0, 5])
 @torch.no_grad()
-def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, is_opaque, min_mean_length):
+def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, min_mean_length):
     """Its outputs, last state and gradients, compiled once with no reset to be seen, against PyTorch's own loops.
 
-    Compiled as the loop here, or as an operator, which looks where episodes begin and takes the one or the other.
+    Forwards its operator looks where episodes begin, and takes PyTorch's loop or the one here.
     """
     torch.manual_seed(0)
     monkeypatch.setattr(ppo_memory, "MIN_MEAN_LENGTH", 0)
     original = CELLS["lstm"](8)
     module = ppo_memory_torchcompile.FlatModule(ppo_memory_torchcompile.LSTM(8))
     module.module.is_looped = True
-    if is_opaque:
-        module.module.run = ppo_memory_torchcompile.OpaqueLSTM.apply
     monkeypatch.setattr(ppo_memory_torchcompile, "MIN_MEAN_LENGTH", min_mean_length)
     parameters, x = flat(original), torch.randn(6, 3, 8)
     state = torch.randn_like(original.initial_state(3))
@@ -937,27 +934,6 @@ def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, is_opaque, min_
         results.append(ours[0].clone())
     assert all((one - other).abs().max() > 1e-3 for one, other in itertools.pairwise(results))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_an_lstm_runs_again_with_as_many_threads(monkeypatch):
-    """The thread in which gradients of the operator are made is one of its own."""
-    seen, run, before = [], ppo_memory_torchcompile.LSTM.run, torch.get_num_threads()
-    monkeypatch.setattr(
-        ppo_memory_torchcompile.LSTM,
-        "run",
-        lambda *inputs: seen.append((threading.get_ident(), torch.get_num_threads())) or run(*inputs),
-    )
-    cell = CELLS["lstm"](4)
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            x = torch.randn(5, 2, 4, requires_grad=True)
-            inputs = x, cell.initial_state(2), torch.zeros(5, 2), True, *cell.parameters()
-            ppo_memory_torchcompile.OpaqueLSTM.apply(*inputs)[0].sum().backward()
-            (first, _), (second, found) = seen[-2:]
-            assert first != second and found == threads and x.grad.any()
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- Runs ----

@@ -946,6 +946,18 @@ def test_tables(result):
     assert [*ray_scaling.tables_of(bare)] == ["ray_scaling"]
 
 
+def test_how_long_steps_last_is_not_a_compiled_graphs(result):
+    """Where there are other cells of the same sizes: the graph's are measured apart."""
+    cell = ("measured", 1, 16, 0.01, 1, "lockstep")
+    (line,) = (line for line in result["medians"] if tuple(line[key] for key in ray_scaling.KEYS) == cell)
+    graph = line | {"mode": ray_scaling.GRAPH, "step_seconds": 1.0, "late_seconds": 0.5}
+    header, rows = ray_scaling.scaling_table(result | {"medians": [*result["medians"], graph]})
+    (row,) = (row for row in rows if row[:5] == ["measured", "1", "16", "0.01", "1"])
+    assert row[5:7] == ["10.06", "50"] and row[header.index(f"{ray_scaling.GRAPH}: SPS")] == "615"
+    _, (alone,) = ray_scaling.scaling_table(result | {"medians": [graph]})
+    assert alone[5] == "1,000.00"
+
+
 def test_the_readmes_tables(result, tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,26 @@ def test_an_arm_that_is_wrong_or_fails_is_not_timed(monkeypatch):
     assert loop["status"] == "finished" and loop["error"] < 1e-5
     assert scanned["status"] == compiled["status"] == "failed" and "seconds" not in scanned
     assert "differs from the reference by 1" in scanned["reason"] and compiled["reason"] == "ValueError: ./x"
+
+
+def test_no_arm_is_its_own_reference(monkeypatch):
+    """The fastest of all is right at the first share of resets, by which it is trusted, and wrong at the second."""
+    model, fast, slow = scan_arms.Model("recurrence", LENGTH, BATCH, SIZE, "cpu"), *scan_arms.TRUSTED[:2]
+    right = scan_arms.arms_of(model, 60.0)["scan"]
+
+    def wrong(trains):
+        call = right(trains)
+        return lambda: [x * 1.01 for x in call()] if model.reset.mean() > 0.4 else call()
+
+    def delayed(trains):
+        call = right(trains)
+        return lambda: time.sleep(0.05) or call()
+
+    monkeypatch.setattr(scan_arms, "arms_of", lambda model, limit: {fast: wrong, slow: delayed})
+    lines = scan_arms.measure(model, (0.1, 0.5), scan.PASSES[:1], (fast, slow), 60.0, 1e-6)
+    by_arm = {(line["arm"], line["resets"]): line for line in lines}
+    assert by_arm[fast, 0.1]["status"] == by_arm[slow, 0.1]["status"] == "finished"
+    assert "differs from the reference by 1" in by_arm[fast, 0.5]["reason"]
 
 
 def test_calls_that_take_too_long(monkeypatch):
