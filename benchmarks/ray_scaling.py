@@ -515,13 +515,14 @@ def nodes_table(result: Mapping) -> Table | None:
     }
     for row in published_rows():
         cores, duration = row["cores"], row["duration"]
-        rows.append([str(cores // 48), f"{cores:,}", f"{duration:g}", f"{row['efficiency']:.0%}"])
+        rows.append([str(cores // 48), f"{cores:,}", f"{duration:g}", f"{cores / duration:,.0f}"])
+        rows[-1].append(f"{row['efficiency']:.0%}")
         for mode, steps in columns:
             found = fits[mode]
             share = efficiency(mode, cores, duration, steps, found["cost_per_call"], found["overhead_per_step"])
             own = simulated.get((cores, duration, mode, steps))
             rows[-1].append(percent(share) + (f" ({percent(own)})" if own is not None else ""))
-    header = ["nodes", "cores", "step, s", "the issue's, measured"]
+    header = ["nodes", "cores", "step, s", "SPS at 100%", "the issue's, measured"]
     return [*header, *(f"{mode}, K = {steps:,}" for mode, steps in columns)], rows
 
 
@@ -548,7 +549,8 @@ CAPTIONS = {
     "buffered, fewer than two cells took as long as their calls. The driver's CPU: median of what a call took of it."
     " Memory: medians of the actors' processes.",
     "ray_nodes": "Of the issue as published; all others are modelled with the parameters of each mode above, those in"
-    " brackets simulated on one machine: without a network. Core: one sleeping actor.",
+    " brackets simulated on one machine: without a network. A cell's SPS is its share of those at 100%, SPS per core"
+    " of 1 / step. Core: one sleeping actor.",
 }
 
 

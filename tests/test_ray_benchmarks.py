@@ -937,10 +937,10 @@ def test_tables(result):
     assert [row[4] for row in rows] == ["1,000"] * 3 + ["2,000"] * 3 and rows[2][10] == "20"
     header, rows = shown["ray_nodes"]
     columns = [f"{mode}, K = {steps}" for mode in ray_scaling.MODES for steps in ("1", "10", "100", "1,000")]
-    assert header == ["nodes", "cores", "step, s", "the issue's, measured", *columns] and len(rows) == 20
+    assert header == ["nodes", "cores", "step, s", "SPS at 100%", "the issue's, measured", *columns] and len(rows) == 20
     # 96 calls of 1 ms and a step of 0.1 s: 100 / 196 ms modelled, with calls of 2 ms 100 / 292 ms simulated
-    assert rows[1][:5] == ["2", "96", "0.1", "71%", "51% (34%)"]
-    assert rows[-1][:5] == ["32", "1,536", "0.001", "0%", "0.1%"] and "(" not in "".join(rows[-1])
+    assert rows[1][:6] == ["2", "96", "0.1", "960", "71%", "51% (34%)"]
+    assert rows[-1][:6] == ["32", "1,536", "0.001", "1,536,000", "0%", "0.1%"] and "(" not in "".join(rows[-1])
     # With no parameters there is no model, and no memory but on Linux
     bare = result | {"fits": [], "memory": []}
     assert [*ray_scaling.tables_of(bare)] == ["ray_scaling"]
