@@ -25,8 +25,9 @@ compiled loop                the eager loop, compiled, 64 steps of the recurrenc
 captured ...                 the eager loop, or the compiled scan, in a CUDA graph
 native                       nn.GRU and nn.LSTM, which know no resets
 native, padded               the same, on episodes split at resets and padded to the longest
-native between resets        what leanrl/ppo_memory.py does with GRU and LSTM where resets are few
-compiled operator            what leanrl/ppo_memory_torchcompile.py does with them: the loop as an operator
+native between resets        PyTorch's own loops, as leanrl/ppo_memory.py runs them where they are faster
+compiled operator            what leanrl/ppo_memory_torchcompile.py does: the loop as an operator, which forwards is
+                             PyTorch's own for an LSTM on a CPU where resets are few
 scan, compiled scan          what the scripts do with linear recurrences
 scan, FORM                   with --forms: the same as a loop, in chunks of 4, 8, 16 or 32 rows, by doubling
 JAX scan                     jax.lax.associative_scan, jitted with its derivative

@@ -875,12 +875,12 @@ def linear_recurrence(
 
 # ---- Loops over time ----
 # GRU and LSTM are no linear recurrences. To the compiler each loop here is one operator, as a loop unrolled takes
-# minutes to compile, which does no more than what has to be done step by step.
+# minutes to compile. Forwards PyTorch's cells make the steps; backwards a loop does only what has to be done in turn.
 Tensor = torch.Tensor
 
 
 def operator(loop: Callable) -> Callable:
-    """The loop as an operator of PyTorch: of [T, B, S], [B, ...] and whatever else it makes [T, B, ...]."""
+    """The loop as an operator of PyTorch; its first arguments are [T, ...] and [B, ...], its result is [T, B, ...]."""
     name = f"leanrl::{loop.__name__}_{__name__.replace('.', '_')}"
     made = torch.library.custom_op(name, loop, mutates_args=())
     made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
@@ -904,7 +904,7 @@ def gru_states(x: Tensor, state: Tensor, keep: Tensor, weights: list[Tensor]) ->
 
 @operator
 def gru_gradients(outer: Tensor, carry: Tensor, direct: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-    """The gradients of the states, from those that reach them from without, and the last one from `carry`, backwards.
+    """The gradients of the states, backwards in time: `outer` reaches each from without, and `carry` the last as well.
 
     The derivatives of a state by the one before it are `direct`, [T, B, S], and, through the gates, the products of
     `factors`, [T, B, 3, S], and `weight`.
@@ -948,7 +948,8 @@ class GRULoop(torch.autograd.Function):
 
 @operator
 def lstm_states(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) -> Tensor:
-    """Outputs and cells; of cells the last alone where resets are few, as PyTorch's own loops are faster on a CPU."""
+    """Outputs and cells. On a CPU, where resets are few, PyTorch's own loops make them, which are faster but yield the
+    last cell alone: the others are zero."""
     if not x.is_cuda and (parts := stretches(reset)) is not None:
         outputs, last = LSTM.between_resets(x, state, reset, parts, weights)
         return torch.stack([outputs, F.pad(last[None, :, 1], (0, 0, 0, 0, len(x) - 1, 0))], 2)
@@ -964,7 +965,7 @@ def lstm_states(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) 
 def lstm_gradients(
     outer: Tensor, carry: Tensor, to_cell: Tensor, passed: Tensor, factors: Tensor, weight: Tensor
 ) -> Tensor:
-    """As `gru_gradients`, of outputs and cells.
+    """As `gru_gradients`, of outputs and cells, [T, B, 2, S]; of `carry`, [B, 2, S], the cells' half alone counts.
 
     A derivative is `to_cell` if it is an output's by its own cell, and `passed` if it is a cell's by the one before.
     """
@@ -982,7 +983,7 @@ def lstm_gradients(
 class LSTMLoop(torch.autograd.Function):
     """Outputs and cells of an LSTM, [T, B, 2, S], of x, [T, B, S], the first state, [B, 2, S], resets, and the weights.
 
-    Of the cells the last alone is sure to be there, and has a gradient.
+    Of the cells only the last is sure to be there, and only its gradient counts.
     """
 
     @staticmethod
@@ -1007,11 +1008,12 @@ class LSTMLoop(torch.autograd.Function):
         factors, carry, to_cell = torch.stack(factors, 2), torch.zeros_like(state), o * (1 - tanh.square())
         carry = torch.stack([carry[:, 0], outer[-1, :, 1]], 1)
         gradient = lstm_gradients(outer[:, :, 0], carry, to_cell, passed, keep[..., None] * factors, weight_hh)
-        each = (gradient[:, :, [1, 1, 1, 0]] * factors).flatten(2)
-        to_state = torch.stack([keep[0] * (each[0] @ weight_hh), passed[0] * gradient[0, :, 1]], 1)
+        output, cell = gradient.unbind(2)
+        each = (torch.stack([cell, cell, cell, output], 2) * factors).flatten(2)
+        to_state = torch.stack([keep[0] * (each[0] @ weight_hh), passed[0] * cell[0]], 1)
         flat, bias = each.flatten(0, 1), each.sum((0, 1))
         to_weights = flat.mT @ x.flatten(0, 1), flat.mT @ before.flatten(0, 1)
-        return each @ weight_ih, to_state, None, *to_weights, bias, bias
+        return each @ weight_ih, to_state, None, *to_weights, bias, bias.clone()  # two that may become .grad
 
 
 MIN_BATCH = 32  # on a CPU, for PyTorch's loop of a GRU to be faster than the one here
@@ -1100,7 +1102,8 @@ class GRU(Cell):
     def forward(self, x, state, reset):
         own_is_faster = self.is_looped or (not x.is_cuda and x.shape[1] < MIN_BATCH)
         if own_is_faster or (parts := stretches(reset)) is None:
-            # Views: of what torch.func differentiates by Dynamo drops a Function's backward (issue 193279 of PyTorch)
+            # Views, as Dynamo drops the backward of a Function whose inputs are what torch.func differentiates by
+            # (issue 193279 of PyTorch)
             weights = [weight.view_as(weight) for weight in self.parameters()]
             states = GRULoop.apply(x, state, 1 - reset[..., None], *weights)
             return states, states[-1]
@@ -1115,7 +1118,7 @@ class GRU(Cell):
 class LSTM(Cell):
     """Long short-term memory (Hochreiter and Schmidhuber 1997, Gers et al. 2000); state: h and c, [B, 2, size]."""
 
-    is_looped = False  # as GRU's
+    is_looped = False  # if True, always the operator, which on a CPU may look where episodes begin
 
     def __init__(self, size: int):
         super().__init__()
@@ -1443,7 +1446,7 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-def warm_up(steps: Sequence, agent: nn.Module, run: Run) -> None:
+def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
@@ -1578,8 +1581,8 @@ def main(args: Args) -> None:
             # Else Dynamo drops a Function's own backward inside grad_and_value (issue 193279 of PyTorch)
             torch.compiler.allow_in_graph(linear_recurrence)
             options = {"fallback_random": True}  # eager's numbers in all variants
-            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no trials
-            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what a run changes is in tensors
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
+            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
             options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
             options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
             options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, in code that grows

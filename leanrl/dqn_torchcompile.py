@@ -738,7 +738,7 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-def warm_up(steps: Sequence, agent: nn.Module, run: Run) -> None:
+def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
@@ -836,8 +836,8 @@ def main(args: Args) -> None:
         if args.compile:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             options = {"fallback_random": True}  # eager's numbers in all variants
-            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no trials
-            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what a run changes is in tensors
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
+            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
             options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
             agent.learn = torch.compile(agent.learn, fullgraph=True, options=options)
         if args.cudagraphs:

@@ -769,7 +769,7 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-def warm_up(steps: Sequence, agent: nn.Module, run: Run) -> None:
+def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     before = {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
@@ -950,8 +950,8 @@ def main(args: Args) -> None:
         if args.compile:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             options = {"fallback_random": True}  # eager's numbers in all variants
-            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no trials
-            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # what a run changes
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
+            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # guards what changes
             options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         agent.choose, agent.update_critics, agent.update_actor = steps

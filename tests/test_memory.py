@@ -352,6 +352,17 @@ def test_loops_are_pytorchs(name, steps, monkeypatch):
             torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("is_looped", [False, True])
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_no_two_gradients_share_memory(name, is_looped):
+    """Else clipping, which works in place, would scale both at once, and twice."""
+    cell = ppo_memory.CELLS[name](4)
+    cell.is_looped = is_looped
+    outputs, state = cell(torch.randn(3, 2, 4), cell.initial_state(2), torch.ones(3, 2))
+    (outputs.sum() + state.sum()).backward()
+    assert len({parameter.grad.untyped_storage().data_ptr() for parameter in cell.parameters()}) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "is_looped", "is_own"),
     [
@@ -360,7 +371,10 @@ def test_loops_are_pytorchs(name, steps, monkeypatch):
     ],
 )
 def test_whose_loop_runs_on_a_cpu(name, batch, is_looped, is_own, monkeypatch):
-    """PyTorch's GRU is faster for wide batches only, its LSTM, which oneDNN runs, always, in an operator forwards."""
+    """Where no episode begins PyTorch's GRU is faster for wide batches only; its LSTM, which oneDNN runs, is for all.
+
+    In an operator it runs forwards.
+    """
     cell, called, run = ppo_memory.CELLS[name](4), [], getattr(torch, name)
     cell.is_looped = is_looped
     monkeypatch.setattr(torch, name, lambda *inputs: called.append(name) or run(*inputs))
