@@ -867,13 +867,14 @@ def linear_recurrence(
 
 
 # ---- Loops over time ----
-# GRU and LSTM are no linear recurrences. To the compiler each loop here is one operator, as a loop unrolled takes
-# minutes to compile. Forwards PyTorch's cells make the steps; backwards a loop does only what has to be done in turn.
+# GRU and LSTM are no linear recurrences. To the compiler a loop is one operator forwards and one backwards, as a loop
+# unrolled takes minutes to compile. Forwards PyTorch's cells make the steps, or for an LSTM on a CPU its loops whole
+# stretches; backwards a loop does only what has to be done in turn.
 Tensor = torch.Tensor
 
 
 def operator(loop: Callable) -> Callable:
-    """The loop as an operator of PyTorch; its first arguments are [T, ...] and [B, ...], its result is [T, B, ...]."""
+    """The loop as an operator of PyTorch; of [T, ...] and [B, *S], its first arguments, it makes [T, B, *S]."""
     name = f"leanrl::{loop.__name__}_{__name__.replace('.', '_')}"
     made = torch.library.custom_op(name, loop, mutates_args=())
     made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
@@ -896,13 +897,13 @@ def gru_states(x: Tensor, state: Tensor, keep: Tensor, weights: list[Tensor]) ->
 
 
 @operator
-def gru_gradients(outer: Tensor, carry: Tensor, direct: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
-    """The gradients of the states, backwards in time: `outer` reaches each from without, and `carry` the last as well.
+def gru_gradients(outer: Tensor, last: Tensor, direct: Tensor, factors: Tensor, weight: Tensor) -> Tensor:
+    """The gradients of the states, once: `outer`, [T, B, S], reaches each from without; of it `last` is the last row.
 
     The derivatives of a state by the one before it are `direct`, [T, B, S], and, through the gates, the products of
     `factors`, [T, B, 3, S], and `weight`.
     """
-    gradients = [outer[-1] + carry]
+    gradients = [last]
     for row, passed, factor in zip(*(x.unbind(0)[::-1] for x in (outer[:-1], direct[1:], factors[1:])), strict=True):
         gradient = gradients[-1]
         through_gates = (gradient[:, None] * factor).flatten(1)
@@ -931,7 +932,7 @@ class GRULoop(torch.autograd.Function):
         n = torch.tanh(n + r * hidden[2])
         to_n = (1 - z) * (1 - n.square())  # all these are derivatives of the state by what enters a gate
         factors = torch.stack([to_n * hidden[2] * r * (1 - r), (before - n) * z * (1 - z), to_n * r], 2)
-        gradient = gru_gradients(outer, torch.zeros_like(state), keep * z, keep[..., None] * factors, weight_hh)
+        gradient = gru_gradients(outer, outer[-1], keep * z, keep[..., None] * factors, weight_hh)
         each = gradient[:, :, None] * factors
         to_hidden, to_input = each.flatten(2), torch.cat([each[:, :, :2].flatten(2), gradient * to_n], -1)
         to_state = keep[0] * (gradient[0] * z[0] + to_hidden[0] @ weight_hh)
@@ -958,8 +959,9 @@ def lstm_states(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) 
 def lstm_gradients(
     outer: Tensor, carry: Tensor, to_cell: Tensor, passed: Tensor, factors: Tensor, weight: Tensor
 ) -> Tensor:
-    """As `gru_gradients`, of outputs and cells, [T, B, 2, S]; of `carry`, [B, 2, S], the cells' half alone counts.
+    """As `gru_gradients`, of outputs and cells, [T, B, 2, S].
 
+    `outer`, [T, B, S], reaches the outputs alone, and the second half of `carry`, [B, 2, S], the last cell.
     A derivative is `to_cell` if it is an output's by its own cell, and `passed` if it is a cell's by the one before.
     """
     each, cell, gradients = torch.zeros_like(factors[0]).flatten(1), carry[:, 1], []
@@ -998,9 +1000,8 @@ class LSTMLoop(torch.autograd.Function):
         cells = linear_recurrence(passed, i * g, state[:, 1])  # as the gates are known now
         last, tanh = keep * torch.cat([state[None, :, 1], cells[:-1]]), torch.tanh(cells)
         factors = [g * i * (1 - i), last * f * (1 - f), i * (1 - g.square()), tanh * o * (1 - o)]
-        factors, carry, to_cell = torch.stack(factors, 2), torch.zeros_like(state), o * (1 - tanh.square())
-        carry = torch.stack([carry[:, 0], outer[-1, :, 1]], 1)
-        gradient = lstm_gradients(outer[:, :, 0], carry, to_cell, passed, keep[..., None] * factors, weight_hh)
+        factors, to_cell = torch.stack(factors, 2), o * (1 - tanh.square())
+        gradient = lstm_gradients(outer[:, :, 0], outer[-1], to_cell, passed, keep[..., None] * factors, weight_hh)
         output, cell = gradient.unbind(2)
         each = (torch.stack([cell, cell, cell, output], 2) * factors).flatten(2)
         to_state = torch.stack([keep[0] * (each[0] @ weight_hh), passed[0] * cell[0]], 1)
@@ -1081,7 +1082,7 @@ class FrameStack(Cell):
 class GRU(Cell):
     """Gated recurrent unit (Cho et al. 2014), as cuDNN has it: the reset gate multiplies U h + b, not h."""
 
-    is_looped = False  # if True, never PyTorch's loops: a compiler or a capture can't look where episodes begin
+    is_looped = False  # if True, always the operator: a compiler or a capture can't look where episodes begin
 
     def __init__(self, size: int):
         super().__init__()
@@ -1111,7 +1112,7 @@ class GRU(Cell):
 class LSTM(Cell):
     """Long short-term memory (Hochreiter and Schmidhuber 1997, Gers et al. 2000); state: h and c, [B, 2, size]."""
 
-    is_looped = False  # if True, always the operator, which on a CPU may look where episodes begin
+    is_looped = False  # as GRU's; on a CPU the operator itself can look
 
     def __init__(self, size: int):
         super().__init__()
@@ -1125,7 +1126,7 @@ class LSTM(Cell):
     def forward(self, x, state, reset):
         weights = [*self.parameters()]
         if self.is_looped or (parts := stretches(reset)) is None:
-            states = LSTMLoop.apply(x, state, reset, *(weight.view_as(weight) for weight in weights))  # as GRU's
+            states = LSTMLoop.apply(x, state, reset, *(weight.view_as(weight) for weight in weights))  # views, as GRU's
             return states[:, :, 0], states[-1]
         return self.between_resets(x, state, reset, parts, weights)
 

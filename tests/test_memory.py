@@ -364,21 +364,22 @@ def test_no_two_gradients_share_memory(name, is_looped):
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "is_looped", "is_own"),
+    ("name", "batch", "resets", "is_looped", "is_own"),
     [
-        *[("gru", 31, False, False), ("gru", 32, False, True), ("gru", 32, True, False)],
-        *[("lstm", 2, False, True), ("lstm", 2, True, True)],
+        *[("gru", 31, 0, False, False), ("gru", 32, 0, False, True), ("gru", 32, 0, True, False)],
+        *[("gru", 32, 1, False, False), ("lstm", 2, 0, False, True), ("lstm", 2, 0, True, True)],
+        *[("lstm", 2, 1, False, False), ("lstm", 2, 1, True, False)],
     ],
 )
-def test_whose_loop_runs_on_a_cpu(name, batch, is_looped, is_own, monkeypatch):
-    """Where no episode begins PyTorch's GRU is faster for wide batches only; its LSTM, which oneDNN runs, is for all.
+def test_whose_loop_runs_on_a_cpu(name, batch, resets, is_looped, is_own, monkeypatch):
+    """Where resets are few PyTorch's GRU is faster for wide batches only; its LSTM, which oneDNN runs, is for all.
 
-    In an operator it runs forwards.
+    In an operator it runs forwards. Where all steps are resets neither is.
     """
     cell, called, run = ppo_memory.CELLS[name](4), [], getattr(torch, name)
     cell.is_looped = is_looped
     monkeypatch.setattr(torch, name, lambda *inputs: called.append(name) or run(*inputs))
-    cell(torch.randn(3, batch, 4), cell.initial_state(batch), torch.zeros(3, batch))
+    cell(torch.randn(3, batch, 4), cell.initial_state(batch), torch.full((3, batch), float(resets)))
     assert called == [name] * is_own
 
 

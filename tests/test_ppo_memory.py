@@ -910,8 +910,11 @@ def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, min_mean_length
     module = ppo_memory_torchcompile.FlatModule(ppo_memory_torchcompile.LSTM(8))
     module.module.is_looped = True
     monkeypatch.setattr(ppo_memory_torchcompile, "MIN_MEAN_LENGTH", min_mean_length)
-    parameters, x = flat(original), torch.randn(6, 3, 8)
+    parameters, x, called = flat(original), torch.randn(6, 3, 8), []
     state = torch.randn_like(original.initial_state(3))
+    own = ppo_memory_torchcompile.LSTM.between_resets
+    noted = staticmethod(lambda *inputs: called.append(len(inputs[3])) or own(*inputs))
+    monkeypatch.setattr(ppo_memory_torchcompile.LSTM, "between_resets", noted)
 
     def loss(parameters, x, state, reset):
         outputs, last = module(parameters, x, state, reset)
@@ -935,6 +938,8 @@ def test_a_compiled_lstm_replayed_with_other_resets(monkeypatch, min_mean_length
         results.append(ours[0].clone())
     assert all((one - other).abs().max() > 1e-3 for one, other in itertools.pairwise(results))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    called = [count for count in called if count]
+    assert len(called) == (4 if min_mean_length == 0 else 1) and called[0] == 1, "at the first share no episode begins"
 
 
 # ---- Runs ----
