@@ -925,6 +925,8 @@ def prepare_ray(args: Args) -> None:
     if not args.num_actors or "ray" in sys.modules:
         return
     defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
+    # Else Ray ends a process whose parent is number 1 as soon as the raylet has died: `Fleet` does so, with a line
+    defaults |= {"RAY_RAYLET_PID": str(os.getpid())}
     if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
         defaults |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
         defaults |= {"RAY_USAGE_STATS_ENABLED": "0"}

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -88,13 +89,14 @@ def launch(tmp_path_factory):
 
 @pytest.fixture
 def start():
-    """start("X.py" or a path, "--flag", …): a real process; those that are left over are killed."""
+    """start("X.py" or a path, "--flag", …): a real process; those that are left over are killed. `before`: a command
+    that starts it."""
     processes = []
 
-    def start(script, *flags, **kwargs):
+    def start(script, *flags, before=(), **kwargs):
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-        argv = [sys.executable, str(LEANRL / script), *map(str, flags)]
+        argv = [*before, sys.executable, str(LEANRL / script), *map(str, flags)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
         processes.append(subprocess.Popen(argv, env=environment, **pipes | kwargs))
         return processes[-1]
@@ -103,4 +105,6 @@ def start():
     for process in processes:
         if process.poll() is None:
             process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # what it started, if it leads a group
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

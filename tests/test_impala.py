@@ -1170,11 +1170,7 @@ def processes_of(session):
 
 def actors_of(session):
     """Those of its processes that are actors."""
-    found = []
-    for pid in processes_of(session):
-        with contextlib.suppress(OSError):
-            found += [pid] if Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::Actor") else []
-    return found
+    return [pid for pid, name in names_of(processes_of(session)).items() if name.startswith("ray::Actor")]
 
 
 @pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
@@ -1206,11 +1202,11 @@ def test_a_ray_that_does_not_start_is_told_in_a_line(monkeypatch, capsys, tmp_pa
 
 
 def names_of(processes):
-    """Their command lines, but of those that have just ended."""
-    names = []
+    """Their command lines by number, but of those that have just ended."""
+    names = {}
     for number in processes:
         with contextlib.suppress(OSError):
-            names.append(Path(f"/proc/{number}/cmdline").read_text())
+            names[number] = Path(f"/proc/{number}/cmdline").read_text()
     return names
 
 
@@ -1218,7 +1214,7 @@ def names_of(processes):
 def test_nothing_is_left_behind_by_a_run_that_is_interrupted_while_ray_starts(start, tmp_path, number):
     process = start("impala_ray.py", "--num-actors", 1, "--no-cuda", "--output-dir", tmp_path, start_new_session=True)
     deadline = time.monotonic() + 60
-    while not any("gcs_server" in name for name in names_of(processes_of(process.pid))):
+    while not any("gcs_server" in name for name in names_of(processes_of(process.pid)).values()):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.05)
     if number == signal.SIGINT:
@@ -1290,10 +1286,11 @@ def test_without_actors_ray_is_not_imported(tmp_path):
     assert ended.returncode == 0 and "finished at step" in ended.stdout, ended.stderr
 
 
-def start_endless(start, folder, *more):
-    """A run of millions of steps with an actor, in a session of its own."""
+def start_endless(start, folder, *more, is_orphan=False):
+    """A run of millions of steps with an actor, in a session of its own; an orphan is a child of process 1."""
     flags = ["--num-actors", 1, "--no-cuda", "--output-dir", folder, "--total-timesteps", 10**7, *more]
-    return start("impala_ray.py", *flags, start_new_session=True)
+    shell = ["sh", "-c", '"$@" &', "sh"] if is_orphan else []
+    return start("impala_ray.py", *flags, before=shell, start_new_session=True)
 
 
 def count_lines(folder):
@@ -1304,7 +1301,7 @@ def count_lines(folder):
 def wait_for_lines(process, folder, count):
     deadline = time.monotonic() + 60
     while count_lines(folder) < count:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline and not process.poll(), process.communicate()
         time.sleep(0.2)
 
 
@@ -1323,27 +1320,40 @@ def test_nothing_is_left_behind_by_a_run_that_is_interrupted_time_and_again(star
 
 
 @pytest.mark.parametrize(
-    ("process_name", "line"),
+    ("process_name", "line", "is_orphan"),
     [
-        ("gcs_server", r"error: the head of the Ray cluster is lost \(.+\)"),
-        ("raylet/raylet", "error: Ray's own process on this machine, the raylet, has died"),
+        ("gcs_server", r"error: the head of the Ray cluster is lost \(.+\)", False),
+        ("raylet/raylet", "error: Ray's own process on this machine, the raylet, has died", False),
+        ("raylet/raylet", "error: Ray's own process on this machine, the raylet, has died", True),
     ],
-    ids=["head", "raylet"],
+    ids=["head", "raylet", "raylet of an orphan"],
 )
-def test_a_process_of_ray_s_that_dies_ends_the_run_with_a_checkpoint(start, tmp_path, process_name, line):
+def test_a_process_of_ray_s_that_dies_ends_the_run_with_a_checkpoint(start, tmp_path, process_name, line, is_orphan):
     """Ray would end the learner from within: a minute after the server of the cluster's head was gone, or at the next
-    use of the raylet's memory, and does so if it dies during one (which is rare here, with long fragments). Its agents,
-    which would live on, are ended, too."""
-    process = start_endless(start, tmp_path, "--fragment-length", 8192)
+    use of the raylet's memory; a learner whose parent is process 1 as in a container, at once. It does so if the raylet
+    dies during such a use: so the learner stands still here until that is gone. If the head dies while the learner asks
+    it for a spare actor, there is no answer: so here that is there. Its actors, which would live on, are ended, too."""
+    process = start_endless(start, tmp_path, "--fragment-length", 8192, is_orphan=is_orphan)
     wait_for_lines(process, tmp_path, 1)
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes_of(process.pid)}
-    (server,) = [pid for pid, name in names.items() if process_name in name.partition("\0")[0]]
+    deadline = time.monotonic() + 60
+    while len(actors_of(process.pid)) < 2:
+        assert time.monotonic() < deadline, names_of(processes_of(process.pid))
+        time.sleep(0.1)
+    names = names_of(processes_of(process.pid)).items()
+    (learner,) = [pid for pid, name in names if "impala_ray.py" in name]
+    (server,) = [pid for pid, name in names if process_name in name.partition("\0")[0]]
+    os.kill(learner, signal.SIGSTOP)
     os.kill(server, signal.SIGKILL)
+    while any(names_of([server]).values()):  # else it is only to be waited for
+        assert time.monotonic() < deadline, "the process lives on"
+        time.sleep(0.01)
+    os.kill(learner, signal.SIGCONT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" not in err, err
+    code = 0 if is_orphan else 1  # of the shell, which is gone
+    assert process.returncode == code and "Traceback" not in err, err
     assert re.fullmatch(line, err.splitlines()[-1]), err
     deadline = time.monotonic() + 60
-    while any(name.rstrip("\0") for name in names_of(processes_of(process.pid))):  # else they are only to be waited for
+    while any(name.strip("\0") for name in names_of(processes_of(process.pid)).values()):  # else only to be waited for
         assert time.monotonic() < deadline, names_of(processes_of(process.pid))
         time.sleep(0.1)
     run = read_run(tmp_path)
