@@ -949,17 +949,18 @@ class GRULoop(torch.autograd.Function):
 
 @operator
 def lstm_states(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) -> Tensor:
-    """Outputs and cells. On a CPU, where resets are few, PyTorch's own loops make them, which are faster but yield the
-    last cell alone: the others are zero."""
+    """Outputs, and the last cell with zeros in the place of those before, which nothing needs. On a CPU, where resets
+    are few, PyTorch's own loops make them, which are faster."""
     if not x.is_cuda and (parts := stretches(reset)) is not None:
         outputs, last = LSTM.between_resets(x, state, reset, parts, weights)
-        return torch.stack([outputs, F.pad(last[None, :, 1], (0, 0, 0, 0, len(x) - 1, 0))], 2)
-    outputs, cells, (output, cell) = [], [], state.unbind(1)
-    for row, kept in zip(x.unbind(0), (1 - reset)[..., None].unbind(0), strict=True):
-        output, cell = torch.lstm_cell(row, (output * kept, cell * kept), *weights)
-        outputs.append(output)
-        cells.append(cell)
-    return torch.stack([torch.stack(outputs), torch.stack(cells)], 2)
+        cell = last[:, 1]
+    else:
+        outputs, (output, cell) = [], state.unbind(1)
+        for row, kept in zip(x.unbind(0), (1 - reset)[..., None].unbind(0), strict=True):
+            output, cell = torch.lstm_cell(row, (output * kept, cell * kept), *weights)
+            outputs.append(output)
+        outputs = torch.stack(outputs)
+    return torch.stack([outputs, F.pad(cell[None], (0, 0, 0, 0, len(x) - 1, 0))], 2)
 
 
 @operator
@@ -985,7 +986,7 @@ def lstm_gradients(
 class LSTMLoop(torch.autograd.Function):
     """Outputs and cells of an LSTM, [T, B, 2, S], of x, [T, B, S], the first state, [B, 2, S], resets, and the weights.
 
-    Of the cells only the last is sure to be there, and only its gradient counts.
+    Of the cells only the last is there, and only its gradient counts.
     """
 
     @staticmethod
