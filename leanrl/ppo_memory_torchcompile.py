@@ -1154,14 +1154,15 @@ class MinGRU(LinearCell):
 class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
-    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Time constants begin log-uniform.
+    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Time constants begin log-uniform, as
+    do periods, of 2 to 200 steps: the paper's are mostly too short for what has to be read at any later step.
     """
 
     def __init__(self, size: int):
         super().__init__()
         self.state_shape = (2 * size,)
         self.log_decay = nn.Parameter(torch.empty(size).uniform_(math.log(0.0001), 0))
-        self.phase = nn.Parameter(torch.rand(size) * math.pi)
+        self.phase = nn.Parameter(math.pi * torch.empty(size).uniform_(math.log(0.01), 0).exp())
         self.input, self.output = nn.Linear(size, 2 * size, bias=False), nn.Linear(2 * size, size)
         self.skip, self.glu = nn.Parameter(torch.ones(size)), nn.Linear(size, 2 * size)
 

@@ -1,6 +1,7 @@
 """The linear recurrence and the cells over it: ppo_memory and dqn_memory."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -391,6 +392,18 @@ def test_pytorchs_own_loops_run_where_resets_are_few():
     reset[::5, 0] = 1  # ten stretches, of 4 steps
     assert ppo_memory.stretches(reset) is None and len(reset[1:].any(1).nonzero()) == 9
     assert ppo_memory.stretches(reset[:1]) == [(0, 1)]
+
+
+def test_time_constants_and_periods_of_an_lru_begin_log_uniform():
+    cell = CELLS["lru"](20_000)
+    factor, _ = cell.coefficients(torch.zeros(1, 20_000))
+    real, imaginary = factor.detach().double().chunk(2)
+    time_constant = -1 / torch.hypot(real, imaginary).log()
+    period = 2 * math.pi / torch.atan2(imaginary, real)
+    for values, low, high in ((time_constant, 1, 1 / (0.0001 - math.log(0.999))), (period, 2, 200)):
+        assert low * 0.99 < values.min() < low * 1.1 and high * 0.9 < values.max() < high * 1.01
+        share = (values < math.sqrt(low * high)).double().mean()
+        assert 0.45 < share < 0.6, "half of them below the geometric mean, a few more as no time constant passes 1,000"
 
 
 def test_the_longest_memories_of_an_lru_go_on_learning():
