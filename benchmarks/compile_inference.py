@@ -46,6 +46,7 @@ from speed import (
     PROBE,
     ask,
     check_output,
+    check_plot,
     check_seconds,
     fail,
     finished,
@@ -389,8 +390,7 @@ def check_args(args: CompileArgs) -> None:
         for value in getattr(args, name, ()):
             if value < 1:
                 fail(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if args.plot is not None and (args.plot.is_dir() or not os.access(args.plot.resolve().parent, os.W_OK)):
-        fail(f"--plot {args.plot}: must be a file in a folder that can be written to")
+    check_plot(args.plot)
 
 
 @contextlib.contextmanager

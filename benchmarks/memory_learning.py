@@ -20,7 +20,7 @@ from pathlib import Path
 import tyro
 
 from learning import RunArgs, run_all
-from speed import RESULTS, fail, terminate_like_interrupt
+from speed import RESULTS, check_plot, fail, terminate_like_interrupt
 
 MEMORY = RESULTS / "memory"
 PPO, DQN = "ppo_memory_torchcompile", "dqn_memory_torchcompile"
@@ -156,6 +156,7 @@ def main(args: Args) -> None:
         for name in names:
             if name not in known:
                 fail(f"--{flag} {name}: must be one of {', '.join(known)}")
+    check_plot(args.plot)
     if args.plot:
         draw(args)
         return

@@ -64,6 +64,7 @@ from ray_vector_env import RayVectorEnv, describe, held_signals, running_ray
 from speed import (
     RESULTS,
     check_output,
+    check_plot,
     check_seconds,
     fail,
     median,
@@ -629,10 +630,7 @@ def check_args(args: Args) -> None:
         fail(f"--actors {args.actors}: must be at least 1 where --nodes has no value")
     if not cells_of(args):
         fail(f"--limit-seconds {args.limit_seconds:g}: every call of --durations and --steps takes longer")
-    if args.plot is not None and (args.plot.is_dir() or not os.access(args.plot.resolve().parent, os.W_OK)):
-        fail(f"--plot {args.plot}: must be a file in a folder that can be written to")
-    if args.plot is not None and args.plot.suffix != ".png":
-        fail(f"--plot {args.plot}: must be a PNG file")
+    check_plot(args.plot)
     if args.plot is not None and not importlib.util.find_spec("matplotlib"):
         fail("--plot: needs matplotlib (pip install matplotlib)")
 

@@ -55,6 +55,7 @@ from speed import (
     PROBE,
     ask,
     check_output,
+    check_plot,
     check_seconds,
     fail,
     new_result,
@@ -504,8 +505,7 @@ def check_args(args: Args) -> None:
     for share in args.resets:
         if not 0 <= share <= 1:
             fail(f"--resets {share}: must lie in [0, 1]")
-    if args.plot is not None and (args.plot.is_dir() or not os.access(args.plot.resolve().parent, os.W_OK)):
-        fail(f"--plot {args.plot}: must be a file in a folder that can be written to")
+    check_plot(args.plot)
 
 
 def plan(args: Args) -> list[dict]:

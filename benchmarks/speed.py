@@ -155,6 +155,14 @@ def fail(message: str) -> NoReturn:
     sys.exit(print(f"error: {message}", file=sys.stderr) or 2)
 
 
+def check_plot(path: Path | None) -> None:
+    """Ends the program with exit status 2 if a picture is asked for that is no PNG file or can't be written."""
+    if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+        fail(f"--plot {path}: must be a file in a folder that can be written to")
+    if path is not None and path.suffix != ".png":
+        fail(f"--plot {path}: must be a PNG file")
+
+
 def check_seconds(args: object, *names: str) -> None:
     """Ends the program with exit status 2 unless these arguments are times that can be waited for."""
     for name in names:

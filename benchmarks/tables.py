@@ -31,7 +31,7 @@ import ray_faults
 import ray_learner
 import ray_scaling
 import scan
-from speed import RESULTS, ROOT, SCRIPTS, fail, finished, median, show, summarise, summarise_warmup
+from speed import RESULTS, ROOT, SCRIPTS, check_plot, fail, finished, median, show, summarise, summarise_warmup
 
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
@@ -663,6 +663,7 @@ def plot(results: Path, output: Path) -> None:
 
 
 def main(args: Args) -> None:
+    check_plot(args.plot)
     for readme in [args.readme] if args.readme else PAGES:
         name = readme.relative_to(ROOT) if readme.is_relative_to(ROOT) else readme.name
         try:

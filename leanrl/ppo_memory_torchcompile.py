@@ -513,7 +513,7 @@ def make_vector(args: Args, seeds: Sequence[int]):
 
 
 class NoCodeError(Exception):
-    """A space's elements can't be made numbers."""
+    """A space's elements, or what is meant to be one, can't be made numbers."""
 
 
 def encode(space: gym.Space, batch) -> np.ndarray:
@@ -525,9 +525,11 @@ def encode(space: gym.Space, batch) -> np.ndarray:
         return np.asarray(batch, np.float32).reshape(len(batch), -1) / (255 if space.dtype == np.uint8 else 1)
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
-        codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start) + np.cumsum([0, *sizes[:-1]])
+        codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start)
+        if (codes < 0).any() or (codes >= sizes).any():
+            raise NoCodeError(f"an observation is outside its space, {space}")
         encoded = np.zeros((len(codes), sizes.sum()), np.float32)
-        np.put_along_axis(encoded, codes, 1, 1)
+        np.put_along_axis(encoded, codes + np.cumsum([0, *sizes[:-1]]), 1, 1)
         return encoded
     if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         raise NoCodeError(f"observations must be numbers, not {space}")
@@ -602,7 +604,7 @@ class Environments:
         if self.is_discrete:
             action = action.astype(np.int32)
             self.previous = self.codes[action]
-            taken = action + self.action_space.start
+            taken = (action + self.action_space.start).astype(self.action_space.dtype)
         else:
             self.previous = action.clip(self.action_space.low, self.action_space.high)
             taken = self.previous.copy()  # an environment may write to what it is given
@@ -1154,8 +1156,8 @@ class MinGRU(LinearCell):
 class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
-    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Time constants begin log-uniform, as
-    do periods, of 2 to 200 steps: the paper's are mostly too short for what has to be read at any later step.
+    |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Periods begin log-uniform, 2 to 200
+    steps, as do time constants, 1 to 900: the paper's periods are mostly too short for what is read at any later step.
     """
 
     def __init__(self, size: int):

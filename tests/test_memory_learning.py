@@ -48,6 +48,20 @@ def test_the_plan_has_every_run_once(capsys):
     assert rollouts and min(rollouts) > 1001, "a rollout holds what has to be remembered"
 
 
+@pytest.mark.parametrize(
+    "plot, message",
+    [
+        ("/no/such/folder/x.png", "/no/such/folder/x.png: must be a file in a folder that can be written to"),
+        (".", ".: must be a file in a folder that can be written to"),
+        ("memory.txt", "memory.txt: must be a PNG file"),
+    ],
+)
+def test_a_picture_that_cannot_be_written(results, capsys, plot, message):
+    with pytest.raises(SystemExit) as end:
+        memory_learning.main(memory_learning.Args(plot=Path(plot), results=results / "memory"))
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: --plot {message}\n"
+
+
 def test_one_task_and_cell(capsys):
     memory_learning.main(
         memory_learning.Args(task=("T-maze 30",), cell=("gru",), dry_run=True, results=Path("nowhere"))

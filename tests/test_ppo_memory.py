@@ -177,6 +177,36 @@ def test_what_has_no_code_is_an_error(name):
         encode(UNSEEN[name], gym.vector.utils.batch_space(UNSEEN[name], 2).sample())
 
 
+@pytest.mark.parametrize(
+    "space, observation",
+    [
+        (gym.spaces.Discrete(4), [0, -1]),
+        (gym.spaces.Discrete(4, start=2), [6, 2]),
+        (gym.spaces.MultiDiscrete([3, 4]), [[2, 3], [3, 0]]),
+        (gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Discrete(2)]), ([0, 2], [1, 1])),
+    ],
+)
+def test_what_is_outside_its_space_has_no_code(space, observation):
+    """Rather than that of another, or of another part."""
+    with pytest.raises(NoCodeError, match="an observation is outside its space"):
+        encode(space, observation)
+
+
+def test_actions_are_of_their_spaces_own_type(monkeypatch):
+    taken = []
+
+    def step(self, action):
+        taken.append(action)
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+    monkeypatch.setattr(Echo, "step", step)
+    monkeypatch.setattr(Echo, "action_space", gym.spaces.Discrete(3, dtype=np.uint8), raising=False)
+    envs = environments_of("Echo-v0")
+    envs.begin(0)
+    envs.step(np.array([0, 2, 1], np.float32))
+    assert taken == [0, 2, 1] and all(Echo.action_space.contains(action) for action in taken)
+
+
 def test_an_error_of_the_environment_is_not_one_of_its_space(monkeypatch):
     def reset(self, **_):
         raise TypeError("of its own")
