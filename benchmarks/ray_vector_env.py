@@ -66,6 +66,8 @@ def settings() -> dict[str, str]:
         found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # as there, Ray has the address 127.0.0.1
         # What it says on stdout of actors that have died, which whoever waits for them is told, and that they are many
         found["RAY_DEDUP_LOGS_SKIP_REGEX"] = "A worker died|PYTHON worker processes"
+    # Nor of calls that have failed, and that nobody waits for any more
+    found["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     return found
 
 

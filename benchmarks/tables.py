@@ -173,7 +173,9 @@ def scripts_table(results: Path) -> str:
         "Return: mean of the last 100 training episodes ± standard deviation over the seeds, of the longest runs there"
     )
     return (
-        f"{markdown(header, rows, 4)}\n\n{note} are on the default task; how it and the speed were measured is below."
+        f"{markdown(header, rows, 4)}\n\n{note} are on the default task, of "
+        "scripts with Ray actors with two of them; their speed is without Ray, with the one actor that is then in the "
+        "learner's process. How both were measured is below."
     )
 
 

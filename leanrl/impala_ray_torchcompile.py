@@ -503,13 +503,13 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
     return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
 
 
-def check_discrete_spaces(env: gym.Env) -> None:
+def check_discrete_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
-        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+        fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        fail("env_id", env.spec.id, f"its actions must be Discrete and start at 0, not {actions}")
+        fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
 
 
 def is_atari(env_id: str) -> bool:
@@ -914,14 +914,19 @@ class Actor:
         """Which of the lives of the actor of this number it is; answered when it has started."""
         if self.number != number:
             is_idle = self.envs is None
-            if not is_idle:  # it was out of reach, and has become the spare one
-                self.envs.close()
+            self.close()  # it may have been out of reach, and have become the spare one
             self.start(number, incarnation, step)
             os.nice(4 * is_idle)  # one that starts goes before those at work: a lost one is back soon
         return self.incarnation
 
     def stand_by(self) -> None:
         """Answered when this process has imported torch, which takes longest of a start."""
+
+    def close(self) -> None:
+        """Closes the environments: what they hold may outlive their process."""
+        if self.envs is not None:
+            self.envs.close()
+        self.envs = None
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
@@ -995,7 +1000,8 @@ def prepare_ray(args: Args) -> None:
     """Sets Ray's defaults, which it reads when it is imported, as the module of an environment may do."""
     if not args.num_actors or "ray" in sys.modules:
         return
-    defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died"}  # of whom `Fleet` tells, in a line
+    # Of actors that die, and of calls that nobody waits for any more, `Fleet` tells, in a line
+    defaults = {"RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
     # Else Ray ends a process whose parent is number 1 as soon as the raylet has died: `Fleet` does so, with a line
     defaults |= {"RAY_RAYLET_PID": str(os.getpid())}
     if not args.ray_address:  # its ports ask for a secret; else that would be left in ~/.ray
@@ -1016,8 +1022,11 @@ def ray_session(args: Args) -> Iterable[None]:
     if args.ray_address not in (None, "auto"):
         if not (host and port.isdecimal()) or "://" in host:
             fail("ray_address", args.ray_address, "must be HOST:PORT of a cluster's head, or auto")
-        try:  # where nobody answers, Ray would try for minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        try:  # where nobody answers as Ray does, by HTTP/2, it would try for minutes
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as connection:
+                connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")  # a client's first words
+                if connection.recv(4)[3:] != b"\4" and "RAY_USE_TLS" not in os.environ:  # nor the settings of a server
+                    raise OSError("what listens there is not Ray")
         except (OSError, OverflowError, UnicodeError) as error:
             fail("ray_address", args.ray_address, f"must be the address of a Ray cluster ({error})")
     is_own = not ray.is_initialized()  # else it is the caller's, in a notebook for one
@@ -1130,6 +1139,7 @@ class Fleet:
         self.spare = Seat(None)
         self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds, as `wait` counts them
         self.head_failures = 0  # in a row
+        run.about |= ledger.summary()
 
     def __enter__(self):
         self.looked_at = self.published_at = time.monotonic()
@@ -1157,7 +1167,9 @@ class Fleet:
     def __exit__(self, kind, error, traceback) -> None:
         self.ledger.seconds += time.monotonic() - self.published_at if self.version >= 0 else 0
         self.run.about |= self.ledger.summary()
-        (self.raylet if self.seats else self.actor.envs).close()
+        are_waited_for = kind is None  # those that are only starting
+        self.close([seat for seat in self.seats if seat.is_ready or (seat.actor is not None and are_waited_for)], 5)
+        (self.raylet if self.seats else self.actor).close()
         self.published.clear()
         for seat in (*self.seats, self.spare):
             seat.calls.clear()
@@ -1166,6 +1178,13 @@ class Fleet:
                     self.ray.kill(seat.actor)
         if kind is RunError:
             sys.exit(f"error: {error}")
+
+    def close(self, seats: Sequence[Seat], timeout: float) -> None:
+        """Has actors close their environments, if they do so within `timeout` seconds."""
+        with contextlib.suppress(RunError, KeyboardInterrupt):
+            if seats:
+                self.check_raylet()
+                self.ray.wait([seat.actor.close.remote() for seat in seats], num_returns=len(seats), timeout=timeout)
 
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
         """Makes a new version of the weights, after an update with all that was taken; it goes out once."""
@@ -1373,6 +1392,7 @@ class Fleet:
             self.published = collections.deque(anew, self.published.maxlen)
             self.count_failure(seat, True, delay=0.1)
         else:
+            self.close([seat], 1)
             self.replace(seat, f"failed: {reason_of(error)}")
 
     def replace(self, seat: Seat, cause: str) -> None:
@@ -1422,7 +1442,7 @@ def shape_and_actions(args: Args) -> tuple[tuple[int, ...], int]:
         with contextlib.closing(AtariEnvironments(replace(args, num_envs=1), 0, 0)) as games:
             return (4, 84, 84), int(games.envs.action_space.n)
     with make_environments(replace(args, num_envs=1))[0] as env:
-        check_discrete_spaces(env)
+        check_discrete_spaces(args, env)
         return env.observation_space.shape, int(env.action_space.n)
 
 

@@ -473,13 +473,13 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
     return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
 
 
-def check_discrete_spaces(env: gym.Env) -> None:
+def check_discrete_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
-        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+        fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        fail("env_id", env.spec.id, f"its actions must be Discrete and start at 0, not {actions}")
+        fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
 
 
 # ---- Networks ----
@@ -647,7 +647,7 @@ def main(args: Args) -> None:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # a network this small is slower on several
     envs = make_environments(args)
-    check_discrete_spaces(envs[0])
+    check_discrete_spaces(args, envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     with room_for(args):
         agent = PPOAgent(args, envs[0], device)

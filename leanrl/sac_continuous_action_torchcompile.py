@@ -505,14 +505,14 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
     return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
 
 
-def check_continuous_spaces(env: gym.Env) -> None:
+def check_continuous_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
-        fail("env_id", env.spec.id, f"its observations must be a one-dimensional Box, not {observations}")
+        fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
-        fail("env_id", env.spec.id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
+        fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
 
 
 def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -933,7 +933,7 @@ def main(args: Args) -> None:
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_environments(args)
-    check_continuous_spaces(envs[0])
+    check_continuous_spaces(args, envs[0])
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     with room_for(args):
         buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)

@@ -1,13 +1,16 @@
 """Environments that go wrong in an actor's process and not in the learner's: `ray_environments:Dying-v0`.
 
 Each gives every process 256 steps to take before it does what its name says, in the middle of an episode. The
-learner's process is the one whose number is in LEANRL_TEST_LEARNER.
+learner's process is the one whose number is in LEANRL_TEST_LEARNER. Each holds a file in the folder LEANRL_TEST_HELD,
+if there is one, until it is closed.
 """
 
 import os
 import signal
 import sys
 import time
+import uuid
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -24,7 +27,10 @@ class Faulty(gym.Env):
         self.observation_space, self.action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(2)
         if is_continuous:
             self.action_space = gym.spaces.Box(np.float32([-1, 0]), np.float32([0, 2]))
-        self.fault = fault
+        self.fault, self.held = fault, None
+        if "LEANRL_TEST_HELD" in os.environ:
+            self.held = Path(os.environ["LEANRL_TEST_HELD"], uuid.uuid4().hex)
+            self.held.touch()
         if fault in ("start", "exit", "crash") and os.environ["LEANRL_TEST_LEARNER"] != str(os.getpid()):
             if fault == "exit":
                 print("error: --env-id: the emulator is not there", file=sys.stderr)
@@ -36,6 +42,8 @@ class Faulty(gym.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.t = 0
+        if self.fault == "reset":
+            raise RuntimeError("the emulator does not reset")
         return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
 
     def step(self, action):
@@ -56,6 +64,10 @@ class Faulty(gym.Env):
                 reward = float("nan")
         return self.np_random.uniform(-1, 1, 3).astype(np.float32), reward, self.t == 10, False, {}
 
+    def close(self):
+        if self.held is not None:
+            self.held.unlink()  # of one that is closed twice there is none
+
 
 for name, fault in (
     ("Sound", None),
@@ -67,6 +79,7 @@ for name, fault in (
     ("Unstartable", "start"),
     ("Exiting", "exit"),
     ("Crashing", "crash"),
+    ("Unresettable", "reset"),
 ):
     gym.register(f"{name}-v0", Faulty, kwargs={"fault": fault})
 gym.register("SoundContinuous-v0", Faulty, kwargs={"is_continuous": True})

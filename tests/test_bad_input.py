@@ -1,5 +1,6 @@
 """Bad input ends with exit status 2 and one clear line on stderr: no traceback, no run folder."""
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
@@ -8,8 +9,10 @@ import itertools
 import os
 import pty
 import resource
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -355,6 +358,30 @@ def test_actors_that_cannot_be(refused, monkeypatch, script):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "ray" else find_spec(name, *a))
     assert "--num-actors 2: needs the ray package: pip install ray" in refused(script, "--num-actors", 2)
+
+
+@pytest.mark.parametrize("script", RAY)
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_what_listens_may_not_be_ray(monkeypatch, refused, script, answer):
+    """Ray would wait for its own answer for minutes, and hear no signal."""
+    create_connection = socket.create_connection
+    patient = importlib.import_module(script).socket
+    monkeypatch.setattr(patient, "create_connection", lambda address, timeout: create_connection(address, 0.5))
+
+    def serve():
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(ConnectionResetError):
+            if answer is not None:
+                connection.sendall(answer)
+            while connection.recv(100):  # until the other side closes it
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        threading.Thread(target=serve, daemon=True).start()
+        err = refused(script, "--ray-address", address, "--num-actors", 1)
+    reason = "timed out" if answer is None else "what listens there is not Ray"
+    assert err == f"error: --ray-address {address}: must be the address of a Ray cluster ({reason})\n"
 
 
 @pytest.mark.parametrize("script", RAY)

@@ -623,9 +623,11 @@ def test_only_ray_s_processes_of_a_session_are_ended(tmp_path):
 
 # ---- Runs with Ray ----
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(tmp_path_factory):
     """Ray on this machine: the learner's node, which has no place for actors, and one with two places."""
+    held = tmp_path_factory.mktemp("held")
     settings = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "LEANRL_TEST_LEARNER": str(os.getpid())}
+    settings |= {"LEANRL_TEST_HELD": str(held)}
     settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
@@ -638,6 +640,7 @@ def cluster():
 
         reread_environment()  # a test before may have had Ray with other settings in this process
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
+        cluster.held = held  # where environments have their files until they are closed
         cluster.actors_node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
         yield cluster
@@ -708,8 +711,11 @@ def check_ledger(run, taken, lost_versions=0, down=0):
     ],
 )
 def test_actors_of_rays_play(launch, cluster, taken, script, name):
+    for left in cluster.held.iterdir():
+        left.unlink()
     flags = fleet_flags("--total-timesteps", 3000, *(["--num-minibatches", 3] if "appo" in script else []))
     run = launch(script, *flags, env_id=f"ray_environments:{name}-v0")
+    assert not any(cluster.held.iterdir()), "all environments have been closed"
     summary = check_ledger(run, taken)
     assert summary["updates"] == summary["fragments_consumed"] * (12 if "appo" in script else 1)
     assert summary["status"] == "finished" and summary["fragments_lost"] == summary["actor_restarts"] == 0
@@ -856,7 +862,7 @@ def fleet():
 
     module = importlib.import_module("impala_ray")
     recipe = (module.GymEnvironments, functools.partial(module.make_network, (3,), 3), module.act_discrete)
-    fleet = module.Fleet(arguments(num_actors=2), SimpleNamespace(), module.Ledger(), *recipe)
+    fleet = module.Fleet(arguments(num_actors=2), SimpleNamespace(about={}), module.Ledger(), *recipe)
     fleet.made, fleet.killed, fleet.cpus = [], [], 1
 
     def make(*recipe):
@@ -966,6 +972,24 @@ def test_what_a_replaced_actor_had_in_flight_is_lost(fleet):
     seat.calls = [(object(), True, None), (object(), True, None)]
     fleet.replace(seat, "hangs")
     assert fleet.ledger.lost == 2 and fleet.ledger.restarts == 1 and seat.calls == [] and len(said) == 1
+
+
+def test_an_actor_that_has_raised_closes_its_environments_before_it_is_ended(fleet, monkeypatch):
+    """What they hold, such as shared memory, would outlive their process."""
+    did, seat = [], fleet.seats[0]
+    monkeypatch.setattr(importlib.import_module("impala_ray").Fleet, "check_raylet", lambda fleet: None)
+    fleet.run = SimpleNamespace(global_step=99, bar=SimpleNamespace(write=lambda line, file: None))
+    seat.actor.close = SimpleNamespace(remote=lambda: did.append("closed"))
+    fleet.ray.kill = lambda actor: did.append("killed")
+    fleet.mend(seat, RuntimeError("the emulator broke down"), None)
+    assert did == ["closed", "killed"] and seat.actor is None
+
+
+@pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
+def test_a_run_that_never_got_a_fragment_has_its_ledger_in_the_summary(launch, script):
+    run = launch(script, "--total-timesteps", 900, env_id="ray_environments:Unresettable-v0", raises=RuntimeError)
+    assert run.summary["status"] == "failed" and run.summary["fragments_delivered"] == 0
+    assert run.summary["actor_restarts"] == run.summary["bytes_per_second"] == 0 and run.summary["lag_max"] is None
 
 
 def test_a_cluster_may_start_its_nodes_first(fleet, monkeypatch):
