@@ -1261,6 +1261,7 @@ module.check_ray(args)
 module.prepare_ray(args)
 assert "ray" not in sys.modules, "an environment may import it before the run does"
 secret = os.environ["RAY_AUTH_TOKEN"]
+assert "RAY_IGNORE_UNHANDLED_ERRORS" in os.environ, "Ray prints tracebacks of calls that nobody waits for any more"
 print(os.environ["RAY_AUTH_MODE"], len(secret), os.environ["RAY_USAGE_STATS_ENABLED"], flush=True)
 with module.ray_session(args):
     print(*os.listdir(os.environ["RAY_TMPDIR"]), flush=True)
