@@ -20,6 +20,7 @@ of the script needs an --env-id of its own.
 To copy the algorithm alone, put the short `Run` of the README in the place of the part "Checks and recording".
 """
 
+import collections
 import contextlib
 import difflib
 import fcntl
@@ -237,7 +238,8 @@ class Run(contextlib.AbstractContextManager):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
         self.closed = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
-        self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
+        self.warmup_seconds, self.wall_seconds = 0.0, 0.0
+        self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"script": Path(__file__).stem, "device": str(device), "device_name": name}
@@ -351,16 +353,19 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
+        returns, lengths, lines = self.returns, self.lengths, []
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
-            self.returns[i] = self.returns.get(i, 0.0) + float(reward)
-            self.lengths[i] = self.lengths.get(i, 0) + 1
+            returns[i] += float(reward)
+            lengths[i] += 1
             if is_terminated or is_truncated:
-                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
-                self.files[1].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent = [*self.recent[-99:], (total, self.lengths[i])] if total is not None else self.recent
-                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+                total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
+                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
+                returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+        if lines:
+            self.files[1].write("".join(lines))
 
     def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
@@ -522,7 +527,8 @@ def encode(space: gym.Space, batch) -> np.ndarray:
     Raises NoCodeError where there is no such code.
     """
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        return np.asarray(batch, np.float32).reshape(len(batch), -1) / (255 if space.dtype == np.uint8 else 1)
+        numbers = np.asarray(batch, np.float32).reshape(len(batch), -1)
+        return numbers / 255 if space.dtype == np.uint8 else numbers
     if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
         codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start)
@@ -596,15 +602,16 @@ class Environments:
             observation = (observation["image"], observation["direction"])
         encoded = encode(self.observation_space, observation)
         if self.hidden:
+            encoded = encoded.copy()
             encoded[:, self.hidden] = 0
         self.inputs = np.concatenate([encoded, self.previous, self.is_first[:, None]], 1, dtype=np.float32)
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> reward, terminated, truncated, and whether they are valid; [N] each."""
         if self.is_discrete:
-            action = action.astype(np.int32)
+            action = action.astype(self.action_space.dtype)
             self.previous = self.codes[action]
-            taken = (action + self.action_space.start).astype(self.action_space.dtype)
+            taken = action + self.action_space.dtype.type(self.action_space.start)
         else:
             self.previous = action.clip(self.action_space.low, self.action_space.high)
             taken = self.previous.copy()  # an environment may write to what it is given
@@ -1599,8 +1606,9 @@ def main(args: Args) -> None:
             step = envs.step(action)
             for name, values in step.items():
                 agent.rollout.arrays[name][t] = values
-            env_ids = np.flatnonzero(step["valid"])
-            run.step(*(step[name][env_ids].tolist() for name in ("reward", "terminated", "truncated")), env_ids)
+            valid = np.flatnonzero(step["valid"])
+            ends = (step[name][valid].tolist() for name in ("reward", "terminated", "truncated"))
+            run.step(*ends, valid.tolist())
             t += 1
 
             # Learn from a full rollout (the last one may not get full)

@@ -19,6 +19,7 @@ To copy the algorithm alone, put the short `Run` of the README in the place of t
 """
 
 import array
+import collections
 import contextlib
 import copy
 import difflib
@@ -210,7 +211,8 @@ class Run(contextlib.AbstractContextManager):
         self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
         self.closed = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
-        self.warmup_seconds, self.wall_seconds, self.returns, self.lengths = 0.0, 0.0, {}, {}
+        self.warmup_seconds, self.wall_seconds = 0.0, 0.0
+        self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
         names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
         self.about = {"script": Path(__file__).stem, "device": str(device), "device_name": name}
@@ -324,16 +326,19 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
+        returns, lengths, lines = self.returns, self.lengths, []
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
-            self.returns[i] = self.returns.get(i, 0.0) + float(reward)
-            self.lengths[i] = self.lengths.get(i, 0) + 1
+            returns[i] += float(reward)
+            lengths[i] += 1
             if is_terminated or is_truncated:
-                total = self.returns[i] if math.isfinite(self.returns[i]) else None  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": total, "length": self.lengths[i]}
-                self.files[1].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent = [*self.recent[-99:], (total, self.lengths[i])] if total is not None else self.recent
-                self.returns[i], self.lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+                total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
+                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
+                returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+        if lines:
+            self.files[1].write("".join(lines))
 
     def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
