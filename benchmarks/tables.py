@@ -173,9 +173,9 @@ def scripts_table(results: Path) -> str:
         "Return: mean of the last 100 training episodes ± standard deviation over the seeds, of the longest runs there"
     )
     return (
-        f"{markdown(header, rows, 4)}\n\n{note} are on the default task, of "
-        "scripts with Ray actors with two of them; their speed is without Ray, with the one actor that is then in the "
-        "learner's process. How both were measured is below."
+        f"{markdown(header, rows, 4)}\n\n{note} are on the default task. "
+        "IMPALA and asynchronous PPO have learned with two Ray actors, but their steps/s are of a run without Ray, with "
+        "one actor in the learner's process. How return and speed were measured is below."
     )
 
 

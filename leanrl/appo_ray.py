@@ -1276,7 +1276,7 @@ class Fleet:
         self.spare = Seat(None)
         self.clock = self.heard_at = self.head_asked_at = 0.0  # seconds, as `wait` counts them
         self.head_failures = 0  # in a row
-        run.about |= ledger.summary()
+        run.about |= ledger.summary()  # the summary has it, too, if there is no first fragment
 
     def __enter__(self):
         self.looked_at = self.published_at = time.monotonic()

@@ -1164,7 +1164,8 @@ class LRU(LinearCell):
     """Linear recurrent unit (Orvieto et al. 2023, section 3): h[t] = λ h[t - 1] + γ B x[t], read out by a GLU.
 
     |λ| = 0.999 exp(-exp(log_decay)); γ = (1 - |λ|²)^½, which is a parameter there. Periods begin log-uniform, 2 to 200
-    steps, as do time constants, 1 to 900: the paper's periods are mostly too short for what is read at any later step.
+    steps, as the paper's are mostly too short for what is read at any later step; so does what a decay has above its
+    bound: time constants of 1 to 900 steps.
     """
 
     def __init__(self, size: int):

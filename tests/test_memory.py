@@ -394,7 +394,7 @@ def test_pytorchs_own_loops_run_where_resets_are_few():
     assert ppo_memory.stretches(reset[:1]) == [(0, 1)]
 
 
-def test_time_constants_and_periods_of_an_lru_begin_log_uniform():
+def test_decays_and_periods_of_an_lru_begin_log_uniform():
     factors = torch.stack([CELLS["lru"](64).coefficients(torch.zeros(1, 64))[0] for _ in range(300)])
     real, imaginary = factors.detach().double().chunk(2, 1)
     time_constant = -1 / torch.hypot(real, imaginary).log()

@@ -192,6 +192,13 @@ def test_what_is_outside_its_space_has_no_code(space, observation):
         encode(space, observation)
 
 
+def test_what_is_hidden_is_not_erased_in_the_environments_own_array():
+    envs, observation = environments_of("CartPole-v1", hide_velocities=True), np.ones((3, 4), np.float32)
+    envs.begin(0)
+    envs.see(observation)
+    assert observation.all() and envs.inputs[:, :4].tolist() == [[1, 0, 1, 0]] * 3
+
+
 def test_actions_are_of_their_spaces_own_type(monkeypatch):
     taken = []
 
