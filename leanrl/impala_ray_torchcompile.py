@@ -478,6 +478,10 @@ def check_ray(args: Args) -> None:
         fail("ray_address", args.ray_address, "needs --num-actors of at least 1")
     if args.max_lag < (least := 4 * args.num_actors // args.batch_fragments):  # twice what is usual
         fail("max_lag", args.max_lag, f"must be at least {least} with so many actors")
+    # With torch a process has 150 MB of its own, or more
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 150_000_000
+    if not args.ray_address and args.num_actors > most:
+        fail("num_actors", args.num_actors, f"must be at most {most} in the memory of this machine")
 
 
 # ---- Environments ----

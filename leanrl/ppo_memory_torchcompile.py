@@ -521,26 +521,32 @@ class NoCodeError(Exception):
     """A space's elements, or what is meant to be one, can't be made numbers."""
 
 
-def encode(space: gym.Space, batch) -> np.ndarray:
-    """Elements of a space as numbers, discrete ones as one-hot codes, bytes over 255; a batch of N -> float32, [N, D].
+def encoder(space: gym.Space) -> Callable:
+    """What makes elements of a space numbers, discrete ones one-hot, bytes over 255; a batch of N -> float32, [N, D].
 
-    Raises NoCodeError where there is no such code.
+    Raises NoCodeError for a space without such a code; the function, for an observation outside a discrete space.
     """
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces)
+        encoders = [(name, encoder(part)) for name, part in parts]
+        return lambda batch: np.concatenate([encode(batch[name]) for name, encode in encoders], 1)
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        numbers = np.asarray(batch, np.float32).reshape(len(batch), -1)
-        return numbers / 255 if space.dtype == np.uint8 else numbers
-    if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
-        sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
-        codes = np.asarray(batch).reshape(len(batch), -1) - np.ravel(space.start)
+        scale = np.float32(255 if space.dtype == np.uint8 else 1)
+        return lambda batch: np.asarray(batch, np.float32).reshape(len(batch), -1) / scale
+    if not isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        raise NoCodeError(f"observations must be numbers, not {space}")
+    sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
+    start, total, offsets = np.ravel(space.start), sizes.sum(), np.cumsum([0, *sizes[:-1]])
+
+    def encode(batch) -> np.ndarray:
+        codes = np.asarray(batch).reshape(len(batch), -1) - start
         if (codes < 0).any() or (codes >= sizes).any():
             raise NoCodeError(f"an observation is outside its space, {space}")
-        encoded = np.zeros((len(codes), sizes.sum()), np.float32)
-        np.put_along_axis(encoded, codes + np.cumsum([0, *sizes[:-1]]), 1, 1)
+        encoded = np.zeros((len(codes), total), np.float32)
+        np.put_along_axis(encoded, codes + offsets, 1, 1)
         return encoded
-    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
-        raise NoCodeError(f"observations must be numbers, not {space}")
-    parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces)
-    return np.concatenate([encode(part, batch[name]) for name, part in parts], 1)
+
+    return encode
 
 
 class Environments:
@@ -574,7 +580,9 @@ class Environments:
             fail("env_id", args.env_id, "its goal is told in words, which the agent can't read")
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
         self.codes = np.eye(self.action_dim, dtype=np.float32)  # of discrete actions, one-hot
+        self.first_action = space.dtype.type(getattr(space, "start", 0))
         try:
+            self.encode = encoder(self.observation_space)
             self.begin(0)
         except NoCodeError as error:
             fail("env_id", args.env_id, str(error))
@@ -600,9 +608,8 @@ class Environments:
         """Makes the inputs of a batch of observations."""
         if self.is_minigrid:
             observation = (observation["image"], observation["direction"])
-        encoded = encode(self.observation_space, observation)
+        encoded = self.encode(observation)
         if self.hidden:
-            encoded = encoded.copy()
             encoded[:, self.hidden] = 0
         self.inputs = np.concatenate([encoded, self.previous, self.is_first[:, None]], 1, dtype=np.float32)
 
@@ -611,7 +618,7 @@ class Environments:
         if self.is_discrete:
             action = action.astype(self.action_space.dtype)
             self.previous = self.codes[action]
-            taken = action + self.action_space.dtype.type(self.action_space.start)
+            taken = action + self.first_action
         else:
             self.previous = action.clip(self.action_space.low, self.action_space.high)
             taken = self.previous.copy()  # an environment may write to what it is given

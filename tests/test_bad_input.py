@@ -346,6 +346,10 @@ def test_actors_that_cannot_be(refused, monkeypatch, script):
     assert err == "error: --ray-address 127.0.0.1:1: needs --num-actors of at least 1\n"
     err = refused(script, "--num-actors", 300, "--batch-fragments", 1)
     assert err == "error: --max-lag 1000: must be at least 1200 with so many actors\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 10**6, "SC_PAGE_SIZE": 4096}.__getitem__)
+        err = refused(script, "--num-actors", 28)
+    assert err == "error: --num-actors 28: must be at most 27 in the memory of this machine\n"
     err = refused(script, "--ray-address", "127.0.0.1:1", "--num-actors", 1)
     assert err.startswith("error: --ray-address 127.0.0.1:1: must be the address of a Ray cluster (")
     err = refused(script, "--ray-address", f"{'x' * 70}:6379", "--num-actors", 1)  # no name of a host is that long

@@ -23,7 +23,7 @@ import ppo_memory_torchcompile
 import probes  # noqa: F401 - registers them
 from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
 from environments import HIGH, LOW, Counter, ending_of, length_of, observation_of, reward_of
-from ppo_memory import CELLS, Environments, NoCodeError, encode
+from ppo_memory import CELLS, Environments, NoCodeError, encoder
 from test_checkpoints import assert_equal, resume, untimed
 
 CLASSES = {"ppo_memory": "MemoryPPOAgent", "ppo_memory_torchcompile": "CompiledMemoryPPOAgent"}
@@ -174,7 +174,7 @@ def test_observations_are_encoded_as_gymnasium_flattens_them(name):
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_has_no_code_is_an_error(name):
     with pytest.raises(NoCodeError, match="observations must be numbers, not"):
-        encode(UNSEEN[name], gym.vector.utils.batch_space(UNSEEN[name], 2).sample())
+        encoder(UNSEEN[name])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_has_no_code_is_an_error(name):
 def test_what_is_outside_its_space_has_no_code(space, observation):
     """Rather than that of another, or of another part."""
     with pytest.raises(NoCodeError, match="an observation is outside its space"):
-        encode(space, observation)
+        encoder(space)(observation)
 
 
 def test_what_is_hidden_is_not_erased_in_the_environments_own_array():
