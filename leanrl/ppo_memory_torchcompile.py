@@ -1417,7 +1417,8 @@ class CompiledMemoryPPOAgent(nn.Module):
         self.module = FlatModule(RecurrentActorCritic(*sizes))
         self.network = nn.Buffer(self.module.flatten().to(device))
         self.state, self.first_state = (cell.initial_state(args.num_envs).to(device) for _ in range(2))
-        self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
+        # With PPO's usual ε of 1e-5 the gradients of what was seen long ago, which are smaller, would move nothing
+        self.optimizer = Adam(self.network, args.learning_rate)
         self.host_input, self.input = mirrored(args.num_envs, *shapes["input"], device=device)
         self.host_action, self.action = mirrored(args.num_envs, *shapes["action"], device=device)
         self.row = torch.zeros(1, dtype=torch.long, device=device)

@@ -806,7 +806,7 @@ def assert_same_phase(eager, compiled, envs):
     prepare(compiled, envs)
     for name in ("log_prob", "value", "advantage", "return", "input", "action", "valid"):
         torch.testing.assert_close(compiled.batch[name], eager.batch[name], rtol=1e-4, atol=1e-5)
-    assert eager.optimizer.defaults["eps"] == compiled.optimizer.eps == 1e-5
+    assert eager.optimizer.param_groups[0]["eps"] == compiled.optimizer.eps
     epochs, kl = [torch.randperm(args.num_envs) for _ in range(args.update_epochs)], []
     for n, chosen in enumerate(torch.cat(epochs).view(-1, len(compiled.minibatch)), 1):
         eager.minibatch.copy_(chosen)
@@ -862,6 +862,7 @@ def compiled_run(launch):
     with pytest.MonkeyPatch.context() as patch:
         make, original = module.CompiledMemoryPPOAgent, torch.compile
         patch.setattr(module, "CompiledMemoryPPOAgent", lambda *a: made.append(make(*a)) or made[0])
+        patch.setattr(module.Adam.__init__, "__defaults__", (1e-5,))  # by the script's, rounding would be magnified
 
         def guards_kept(step, options, **more):
             options = {**options, "guard_filter_fn": lambda guards: [True] * len(guards)}
@@ -894,6 +895,7 @@ def test_a_compiled_update_phase_is_that_of_the_eager_version(compiled_run):
     """With the steps of a run that has ended, on rollouts that it has not seen."""
     eager, _, envs = pair(learning_rate=1e-3)
     compiled, steps = compiled_run.agent, compiled_run.steps
+    eager.optimizer.param_groups[0]["eps"] = compiled.optimizer.eps
     hand_over(eager, compiled)
     assert compiled.learn is steps["learn"]
     assert_same_phases(eager, compiled, envs)
@@ -1057,6 +1059,22 @@ def test_separate_memory_of_host_and_device_makes_the_same_run(launch, monkeypat
 def test_minibatches_have_each_environment_once_an_epoch(launch, monkeypatch, script):
     flags = ["--num-steps", 5, "--num-envs", 8, "--total-timesteps", 60]
     assert_each_row_once_an_epoch(launch, monkeypatch, script, CLASSES[script], 8, *flags, env_id="CounterDiscrete-v0")
+
+
+@each_script
+def test_gradients_of_what_was_seen_long_ago_move_the_weights(script):
+    """Small as they are: Adam's ε is smaller."""
+    agent, size = make_agent(script, environments_of("CounterDiscrete-v0")), 1e-7
+    networks = [agent.network] if script.endswith("_torchcompile") else list(agent.network.parameters())
+    before = [parameters.detach().clone() for parameters in networks]
+    if script.endswith("_torchcompile"):
+        agent.optimizer.step(agent.network, torch.full_like(agent.network, size))
+    else:
+        for parameters in networks:
+            parameters.grad = torch.full_like(parameters, size)
+        agent.optimizer.step()
+    moves = torch.cat([(old - new).flatten() for old, new in zip(before, networks, strict=True)])
+    assert (moves > 0.8 * agent.args.learning_rate).all()
 
 
 @each_script
