@@ -139,7 +139,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 10
+CHECKPOINT_FORMAT = 11
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
@@ -1215,9 +1215,10 @@ class S5(LinearCell):
 
 
 class FFM(LinearCell):
-    """Fast and forgetful memory (Morad et al. 2023): S[t] = exp(-|α| + iω) S[t - 1] + x[t], gated before and after.
+    """Fast and forgetful memory (Morad et al. 2023): S[t] = exp(-α + iω) S[t - 1] + x[t], gated before and after.
 
-    α and ω are learned, as there, but begin at logarithmic spacing, not linear.
+    α and ω are learned, as there, but by their logarithms, evenly spaced at first: of the smallest α itself one step of
+    Adam would leave nothing, or make twice as much.
     """
 
     traces, contexts, horizon = 32, 4, 1024
@@ -1225,16 +1226,17 @@ class FFM(LinearCell):
     def __init__(self, size: int):
         super().__init__()
         self.state_shape = (2 * self.traces * self.contexts,)
-        self.decay = nn.Parameter(torch.logspace(-math.log10(self.horizon), math.log10(0.5), self.traces))
-        self.frequency = nn.Parameter(2 * math.pi / torch.logspace(0.5, math.log10(self.horizon), self.contexts))
+        self.log_decay = nn.Parameter(torch.linspace(-math.log(self.horizon), math.log(0.5), self.traces))
+        periods = torch.linspace(math.log(10) / 2, math.log(self.horizon), self.contexts)
+        self.log_frequency = nn.Parameter(math.log(2 * math.pi) - periods)
         self.input, self.input_gate = nn.Linear(size, self.traces), nn.Linear(size, self.traces)
         self.mix = nn.Linear(2 * self.traces * self.contexts, size)
         self.output_gate, self.skip = nn.Linear(size, size), nn.Linear(size, size)
         self.norm = nn.LayerNorm(size, elementwise_affine=False)
 
     def coefficients(self, x):
-        modulus = (-self.decay.abs()).exp().repeat_interleave(self.contexts)
-        phase = self.frequency.repeat(self.traces)
+        modulus = (-self.log_decay.exp()).exp().repeat_interleave(self.contexts)
+        phase = self.log_frequency.exp().repeat(self.traces)
         b = (self.input(x) * torch.sigmoid(self.input_gate(x))).repeat_interleave(self.contexts, -1)
         return torch.cat([modulus * phase.cos(), modulus * phase.sin()]), torch.cat([b, torch.zeros_like(b)], -1)
 

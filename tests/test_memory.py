@@ -415,3 +415,19 @@ def test_the_longest_memories_of_an_lru_go_on_learning():
     assert modulus[0] > 0.998 and (modulus <= 0.999).all() and modulus[-1] < 0.4
     modulus.sum().backward()
     assert (cell.log_decay.grad < 0).all(), "a slower decay is a larger factor, for each of them"
+
+
+@pytest.mark.parametrize("name", ["lru", "s5", "ffm"])
+@pytest.mark.parametrize("sign", [-1, 1])
+@torch.no_grad()
+def test_a_step_of_adam_leaves_the_longest_memories(name, sign):
+    """Where all parameters move by the learning rate, time constants do by less than a hundredth."""
+    torch.manual_seed(0)
+    cell, time_constants = CELLS[name](64).double(), []
+    for _ in range(2):
+        real, imaginary = cell.coefficients(torch.zeros(1, 64, dtype=torch.float64))[0].chunk(2)
+        time_constants.append(-1 / torch.hypot(real, imaginary).log())
+        for parameter in cell.parameters():
+            parameter.add_(sign * ppo_memory.Args.learning_rate)
+    before, after = time_constants
+    assert before.max() > 300 and ((after / before).log().abs() < 0.01).all()
