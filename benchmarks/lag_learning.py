@@ -1,6 +1,6 @@
 """Trains IMPALA and asynchronous PPO with weights kept some versions old, with and without V-trace.
 
-    python benchmarks/lag_learning.py --jobs 2            all of it: about an hour on 2 cores
+    python benchmarks/lag_learning.py --jobs 2            all of it: about ten minutes on 2 cores
     python benchmarks/lag_learning.py --plot lag.png      draws the results (needs matplotlib)
 
 Without Ray, in one process, so that every fragment is exactly --forced-lag versions old. A run with a result is

@@ -969,7 +969,7 @@ class APPOAgent(nn.Module):
             return torch.where(valid, values, 0).sum() / count
 
         log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
-        log_ratio = log_prob - batch["log_prob"]
+        log_ratio = torch.where(valid, log_prob - batch["log_prob"], 0)  # before exp, as its gradient may overflow
         ratio = log_ratio.exp()
         if args.norm_adv:
             advantage = advantage - mean(advantage)

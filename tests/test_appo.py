@@ -184,6 +184,18 @@ def test_garbage_in_masked_rows_leaves_the_update_unchanged(script, kind):
 
 
 @each_kind
+@each_script
+def test_a_masked_row_of_any_density_leaves_the_update_unchanged(script, kind):
+    """Even if the policy has moved so far there that the ratio of densities is no float32, and nor is its gradient."""
+    clean, dirty = Played(script, kind), Played(script, kind)
+    masked = dirty.agent.rows["valid"] == 0
+    dirty.agent.rows["log_prob"][masked] = -1000
+    for played in (clean, dirty):
+        played.update(2)
+    assert masked.any() and clean.vector().isfinite().all() and torch.equal(clean.vector(), dirty.vector())
+
+
+@each_kind
 @pytest.mark.parametrize("changed", [{}, {"vtrace": False, "norm_adv": False, "clip_vloss": False}])
 def test_eager_and_compiled_updates_agree(kind, changed):
     eager, compiled = (Played(script, kind, **changed) for script in SCRIPTS)

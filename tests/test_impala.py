@@ -697,6 +697,7 @@ def check_ledger(run, taken, lost_versions=0, down=0):
     assert summary["global_step"] == taken.steps, "steps of no other fragments count"
     # On average a call waits for no more versions than there are calls in flight
     assert 0 <= summary["lag_min"] <= summary["lag_mean"] <= run.config["forced_lag"] + 2 * run.config["num_actors"]
+    assert summary["lag_max"] <= run.config["forced_lag"] + run.config["max_lag"]
     assert sum(line["length"] for line in run.episodes) <= summary["global_step"]
     return summary
 
@@ -719,6 +720,7 @@ def test_actors_of_rays_play(launch, cluster, taken, script, name):
     summary = check_ledger(run, taken)
     assert summary["updates"] == summary["fragments_consumed"] * (12 if "appo" in script else 1)
     assert summary["status"] == "finished" and summary["fragments_lost"] == summary["actor_restarts"] == 0
+    assert taken.calls == 2, "while one fragment is learned from the next is made"
     assert {line["return"] for line in run.episodes} == {10.0} and {line["length"] for line in run.episodes} == {10}
     assert summary["lag_mean"] > 0 and summary["bytes_per_second"] > 0
 

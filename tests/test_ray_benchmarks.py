@@ -941,6 +941,9 @@ def test_tables(result):
     # 96 calls of 1 ms and a step of 0.1 s: 100 / 196 ms modelled, with calls of 2 ms 100 / 292 ms simulated
     assert rows[1][:6] == ["2", "96", "0.1", "960", "71%", "51% (34%)"]
     assert rows[-1][:6] == ["32", "1,536", "0.001", "1,536,000", "0%", "0.1%"] and "(" not in "".join(rows[-1])
+    # Few double-buffered cells tell what a call costs: nodes are modelled with what both modes say
+    alone = [fit | {"cost_per_call": 1.0} if fit["mode"] != "both" else fit for fit in result["fits"]]
+    assert ray_scaling.nodes_table(result | {"fits": alone}) == shown["ray_nodes"]
     # With no parameters there is no model, and no memory but on Linux
     bare = result | {"fits": [], "memory": []}
     assert [*ray_scaling.tables_of(bare)] == ["ray_scaling"]
