@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -37,9 +38,11 @@ def transport(request):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A free one, and none that the system gives to whoever asks for any, as Ray in the tests beside these does."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 30_000)))
+            return str(probe.getsockname()[1])
 
 
 def made_world(transport: str, **changes) -> World:
