@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "gymnasium[mujoco]>=1.4,<1.5", "numpy>=1.26", "tqdm>=4.66", "tyro>=1.0",
-#   "envpool>=1.2.5,<1.3", "ray>=2.52,<3",
+#   "envpool>=1.2.5,<1.3", "ray>=2.54,<3",
 #   "tensordict>=0.15,<0.16",
 # ]
 # ///
@@ -1125,6 +1125,11 @@ class Actor:
             said = " ".join(said.getvalue().split()).removeprefix("error: ")
             raise RuntimeError(said or "the environments end the process") from None
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+        self.is_cancelled = lambda: False
+        if args.num_actors:
+            import ray
+
+            self.is_cancelled = ray.get_runtime_context().is_canceled
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             self.act(self.network, self.envs.observation, np.random.default_rng())
         self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
@@ -1149,7 +1154,7 @@ class Actor:
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
-        """A fragment made with these weights. Raises RunError if a number in it is not finite."""
+        """A fragment made with these weights, {} if the call is cancelled; RunError if a number in it is not finite."""
         if version != self.version:
             own = (*self.network.parameters(), *self.network.buffers())
             for tensor, value in zip(own, weights, strict=True):
@@ -1160,6 +1165,9 @@ class Actor:
         fragment |= {"return_before": self.returns.copy(), "length_before": self.lengths.copy()}
         frames, steps = list(self.envs.frames.copy()), []
         for _ in range(self.args.fragment_length):
+            if self.is_cancelled():
+                self.is_cancelled = lambda: True  # for the next call, too, which Ray would cancel 2 s later
+                return {}
             action, log_prob = self.act(self.network, self.envs.observation, self.rng)
             step = self.envs.step(action)
             frames.append(self.envs.frames[-1].copy())
@@ -1399,10 +1407,13 @@ class Fleet:
             sys.exit(f"error: {error}")
 
     def close(self, seats: Sequence[Seat], timeout: float) -> None:
-        """Has actors close their environments, if they do so within `timeout` seconds."""
+        """Has actors leave their fragments and close their environments, if they do so within `timeout` seconds."""
         with contextlib.suppress(RunError, KeyboardInterrupt):
             if seats:
                 self.check_raylet()
+                for seat in seats:
+                    for reference, *_ in seat.calls:
+                        self.ray.cancel(reference)
                 self.ray.wait([seat.actor.close.remote() for seat in seats], num_returns=len(seats), timeout=timeout)
 
     def publish(self, weights: Sequence[torch.Tensor]) -> None:

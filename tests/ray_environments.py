@@ -51,6 +51,8 @@ class Faulty(gym.Env):
         self.t += 1
         Faulty.steps += 1
         reward = 1.0
+        if self.fault == "slow":  # from the start
+            time.sleep(0.1)
         if Faulty.steps > STEPS:
             if self.fault == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -80,6 +82,7 @@ for name, fault in (
     ("Exiting", "exit"),
     ("Crashing", "crash"),
     ("Unresettable", "reset"),
+    ("Slow", "slow"),
 ):
     gym.register(f"{name}-v0", Faulty, kwargs={"fault": fault})
 gym.register("SoundContinuous-v0", Faulty, kwargs={"is_continuous": True})

@@ -813,6 +813,33 @@ def test_the_spare_actor_takes_the_seat_of_a_lost_one(launch, cluster, taken, mo
     assert f": actor {lost[0]} {cause}" in run.err and len(run.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
+def test_fragments_under_way_are_left_so_that_slow_environments_are_closed(launch, cluster, taken, script):
+    """A fragment takes 3.6 s, and each actor has two to make when the run ends."""
+    for left in cluster.held.iterdir():
+        left.unlink()
+    flags = fleet_flags("--fragment-length", 12, "--total-timesteps", 36)
+    flags += ["--num-minibatches", 3] if script == "appo_ray" else []
+    run = launch(script, *flags, env_id="ray_environments:Slow-v0")
+    assert run.summary["status"] == "finished" and 1 <= len(taken) <= 2 and run.err == ""
+    assert not any(cluster.held.iterdir()), "all environments have been closed"
+
+
+def test_a_cancelled_call_ends_between_steps_and_so_does_the_next():
+    module, args = importlib.import_module("impala_ray"), arguments(env_id="CounterDiscrete-v0")
+    actor = module.Actor(args, module.GymEnvironments, lambda: module.make_network((3,), 3), module.act_discrete)
+    actor.start(0, 0, 0)
+    weights = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()]
+    asked, steps, step = iter([False, False, True]), [], actor.envs.step
+    actor.is_cancelled = lambda: next(asked, False)
+    actor.envs.step = lambda action: steps.append(action) or step(action)
+    assert actor.sample(weights, 0) == {} == actor.sample(weights, 0)
+    assert len(steps) == 2
+    actor.start(0, 1, 0)
+    assert actor.sample(weights, 0)["stamp"].tolist() == [0, 1, 0, 0]
+    actor.close()
+
+
 def test_an_actor_that_was_only_out_of_reach_may_get_another_seat():
     """In its own it goes on as it was; in another it begins anew."""
     module, args = importlib.import_module("impala_ray"), arguments(env_id="CounterDiscrete-v0")
@@ -978,13 +1005,15 @@ def test_what_a_replaced_actor_had_in_flight_is_lost(fleet):
 
 def test_an_actor_that_has_raised_closes_its_environments_before_it_is_ended(fleet, monkeypatch):
     """What they hold, such as shared memory, would outlive their process."""
-    did, seat = [], fleet.seats[0]
+    did, seat, call = [], fleet.seats[0], object()
+    seat.calls = [(call, True, None)]  # the one after that which raised
     monkeypatch.setattr(importlib.import_module("impala_ray").Fleet, "check_raylet", lambda fleet: None)
+    fleet.ray.cancel = lambda reference: did.append(reference)
     fleet.run = SimpleNamespace(global_step=99, bar=SimpleNamespace(write=lambda line, file: None))
     seat.actor.close = SimpleNamespace(remote=lambda: did.append("closed"))
     fleet.ray.kill = lambda actor: did.append("killed")
     fleet.mend(seat, RuntimeError("the emulator broke down"), None)
-    assert did == ["closed", "killed"] and seat.actor is None
+    assert did == [call, "closed", "killed"] and seat.actor is None
 
 
 @pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
