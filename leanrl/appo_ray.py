@@ -581,9 +581,13 @@ class GymEnvironments:
 class BoundedEnvironments(GymEnvironments):
     """Gymnasium's environments with continuous actions, which are clipped to what each dimension allows."""
 
+    def __init__(self, args: Args, seed: int, step: int):
+        super().__init__(args, seed, step)
+        self.bounds = self.envs[0].action_space.low, self.envs[0].action_space.high
+
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, A] -> rewards and ends, and those of the episodes that are written down; [N] each."""
-        return super().step(action.clip(self.envs[0].action_space.low, self.envs[0].action_space.high))
+        return super().step(action.clip(*self.bounds))
 
 
 class AtariEnvironments:
