@@ -843,11 +843,11 @@ class Actor:
             said = " ".join(said.getvalue().split()).removeprefix("error: ")
             raise RuntimeError(said or "the environments end the process") from None
         self.returns, self.lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
-        self.is_cancelled = lambda: False
+        self.is_cancelled, self.has_ended = (lambda: False), False
         if args.num_actors:
             import ray
 
-            self.is_cancelled = ray.get_runtime_context().is_canceled
+            self.is_cancelled = ray.get_runtime_context().is_canceled  # of the call that is being carried out
         with torch.no_grad():  # torch's first call takes long: here it makes no fragment old
             self.act(self.network, self.envs.observation, np.random.default_rng())
         self.number, self.incarnation, self.sequence, self.version = number, incarnation, 0, None
@@ -872,7 +872,11 @@ class Actor:
 
     @torch.no_grad()
     def sample(self, weights: Sequence[np.ndarray], version: int) -> dict[str, np.ndarray]:
-        """A fragment made with these weights, {} if the call is cancelled; RunError if a number in it is not finite."""
+        """A fragment made with these weights; {} if this call is cancelled, or one before was, or has raised: such an
+        actor makes no more. Raises RunError if a number in the fragment is not finite."""
+        if self.has_ended:
+            return {}
+        self.has_ended = True  # until all has gone well
         if version != self.version:
             own = (*self.network.parameters(), *self.network.buffers())
             for tensor, value in zip(own, weights, strict=True):
@@ -884,7 +888,6 @@ class Actor:
         frames, steps = list(self.envs.frames.copy()), []
         for _ in range(self.args.fragment_length):
             if self.is_cancelled():
-                self.is_cancelled = lambda: True  # for the next call, too, which Ray would cancel 2 s later
                 return {}
             action, log_prob = self.act(self.network, self.envs.observation, self.rng)
             step = self.envs.step(action)
@@ -898,7 +901,7 @@ class Actor:
         for whose, name in (("environment", "observation"), ("environment", "reward"), ("policy", "log_prob")):
             if not np.abs(fragment[name]).max() <= np.finfo(np.float32).max:
                 raise RunError(f"the {whose}'s {name} is not finite, or float32 can't hold it")
-        self.sequence += 1
+        self.sequence, self.has_ended = self.sequence + 1, False
         return fragment
 
 
@@ -1125,13 +1128,16 @@ class Fleet:
             sys.exit(f"error: {error}")
 
     def close(self, seats: Sequence[Seat], timeout: float) -> None:
-        """Has actors leave their fragments and close their environments, if they do so within `timeout` seconds."""
+        """Has actors end their fragments and close their environments, if they do so within `timeout` seconds. They are
+        to be ended, then."""
         with contextlib.suppress(RunError, KeyboardInterrupt):
             if seats:
                 self.check_raylet()
+                time.sleep(0.1)  # a call that is cancelled before Ray has sent it is one for which the actor waits
                 for seat in seats:
-                    for reference, *_ in seat.calls:
-                        self.ray.cancel(reference)
+                    for reference, is_fragment, _ in seat.calls:
+                        if is_fragment:
+                            self.ray.cancel(reference)
                 self.ray.wait([seat.actor.close.remote() for seat in seats], num_returns=len(seats), timeout=timeout)
 
     def publish(self, weights: Sequence[torch.Tensor]) -> None:
