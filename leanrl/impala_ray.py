@@ -854,7 +854,7 @@ class Actor:
 
     def ready(self, number: int, incarnation: int, step: int) -> int:
         """Which of the lives of the actor of this number it is; answered when it has started."""
-        if self.number != number:
+        if self.number != number or self.has_ended:
             is_idle = self.envs is None
             self.close()  # it may have been out of reach, and have become the spare one
             self.start(number, incarnation, step)
@@ -1128,12 +1128,11 @@ class Fleet:
             sys.exit(f"error: {error}")
 
     def close(self, seats: Sequence[Seat], timeout: float) -> None:
-        """Has actors end their fragments and close their environments, if they do so within `timeout` seconds. They are
-        to be ended, then."""
+        """Has actors end their work, for good, and close their environments, if they do so within `timeout` seconds."""
         with contextlib.suppress(RunError, KeyboardInterrupt):
             if seats:
                 self.check_raylet()
-                time.sleep(0.1)  # a call that is cancelled before Ray has sent it is one for which the actor waits
+                time.sleep(0.1)  # else Ray may drop a call that it has yet to send: the actor would wait 30 s for it
                 for seat in seats:
                     for reference, is_fragment, _ in seat.calls:
                         if is_fragment:

@@ -849,8 +849,7 @@ def test_an_actor_whose_call_is_cancelled_or_raises_carries_out_no_other(how):
         with pytest.raises(OSError, match="broke down"):
             actor.sample(weights, 0)
     assert actor.sample(weights, 0) == {} and len(steps) == 3
-    actor.close()
-    actor.start(0, 1, 0)
+    assert actor.ready(0, 1, 0) == 1, "should it be asked to go on nevertheless"
     assert [actor.sample(weights, 0)["stamp"].tolist() for _ in range(2)] == [[0, 1, 0, 0], [0, 1, 1, 0]]
     actor.close()
 
