@@ -520,11 +520,11 @@ def test_a_reward_that_float32_cannot_hold_is_none():
     actor = module.Actor(
         args, module.GymEnvironments, functools.partial(module.make_network, (3,), 3), module.act_discrete
     )
-    actor.start(0, 0, 0)
-    weights, step = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()], actor.envs.step
-    actor.sample(weights, 0)
-    for reward in (3e38, -3e38, 1e39, -1e39, math.nan):
-        actor.envs.step = lambda action, reward=reward: step(action) | {"reward": np.full(args.num_envs, reward)}
+    for life, reward in enumerate((3e38, -3e38, 1e39, -1e39, math.nan)):
+        actor.start(0, life, 0)
+        weights, step = [parameter.detach().numpy().copy() for parameter in actor.network.parameters()], actor.envs.step
+        rewards = {"reward": np.full(args.num_envs, reward)}
+        actor.envs.step = lambda action, step=step, rewards=rewards: step(action) | rewards
         if abs(reward) < 3.4e38:
             actor.sample(weights, 0)
         else:
