@@ -1022,12 +1022,13 @@ def test_an_actor_that_has_raised_closes_its_environments_before_it_is_ended(fle
     did, seat, call = [], fleet.seats[0], object()
     seat.calls = [(call, True, None), (object(), False, None)]  # after the one that raised
     monkeypatch.setattr(importlib.import_module("impala_ray").Fleet, "check_raylet", lambda fleet: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: did.append("waited"))  # until Ray has sent that call
     fleet.ray.cancel = lambda reference: did.append(reference)
     fleet.run = SimpleNamespace(global_step=99, bar=SimpleNamespace(write=lambda line, file: None))
     seat.actor.close = SimpleNamespace(remote=lambda: did.append("closed"))
     fleet.ray.kill = lambda actor: did.append("killed")
     fleet.mend(seat, RuntimeError("the emulator broke down"), None)
-    assert did == [call, "closed", "killed"] and seat.actor is None
+    assert did == ["waited", call, "closed", "killed"] and seat.actor is None
 
 
 @pytest.mark.parametrize("script", ["impala_ray", "appo_ray"])
