@@ -9,8 +9,8 @@ down slows them all; the ratio to eager is taken within each turn, and its media
 other variants are X_torchcompile.py: `none` without flags, `compile`, `cudagraphs` and `compile+cudagraphs` with them.
 
 On a CPU, SAC and TD3 are also compared with what the arithmetic allows: just before each of their runs, a short process
-measures the machine's float32 matrix rate (256×256×256, in place, on as many threads). Their share of the arithmetic
-limit is fps × (floating-point operations a step) / rate.
+measures the machine's float32 matrix rate (256×256×256, on as many threads, by torch.mm and by oneDNN, the faster one
+counts). Their share of the arithmetic limit is fps × (floating-point operations a step) / rate.
 
 The result is a JSON file, written anew after each run, so that a benchmark that is stopped keeps what it has measured.
 Nothing else should run on the machine meanwhile; its load before each run is recorded.
@@ -101,13 +101,19 @@ print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()
 MATRIX_RATE = """
 import json, statistics, time, torch
 a, b, out = (torch.randn(256, 256) for _ in range(3))
-seconds, end = [], time.perf_counter() + 1.5
-while time.perf_counter() < end or len(seconds) < 100:
-    started = time.perf_counter()
-    torch.mm(a, b, out=out)
-    seconds.append(time.perf_counter() - started)
-rest = seconds[len(seconds) // 5:]  # the first fifth wakes the machine up
-print(json.dumps({"flop_per_second": round(2 * 256**3 / statistics.median(rest)), "threads": torch.get_num_threads()}))
+products = {"torch.mm": lambda: torch.mm(a, b, out=out)}
+if torch.backends.mkldnn.is_available():
+    products["oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+rates = {}
+for name, product in products.items():
+    seconds, end = [], time.perf_counter() + 1
+    while time.perf_counter() < end or len(seconds) < 100:
+        started = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - started)
+    rest = seconds[len(seconds) // 5:]  # the first fifth wakes the machine up
+    rates[name] = round(2 * 256**3 / statistics.median(rest))
+print(json.dumps({"flop_per_second": max(rates.values()), "by": rates, "threads": torch.get_num_threads()}))
 """
 
 
