@@ -799,8 +799,8 @@ class OneDNNProducts(CustomGraphPass):
         for target, replacement in ((aten.mm.default, product), (aten.bmm.default, batched)):
             for node in graph.find_nodes(op="call_function", target=target):
                 a, b = (arg.meta["val"] for arg in node.args)
-                # Below some two million multiplications a call of oneDNN costs more than it saves
-                if a.dtype == torch.float32 and math.prod(a.shape[-2:]) * b.shape[-1] >= 2**21:
+                multiplications = math.prod(a.shape[-2:]) * b.shape[-1]  # with fewer a call costs more than it saves
+                if (a.device.type, a.dtype) == ("cpu", torch.float32) and multiplications >= 2**21:
                     with graph.inserting_before(node):
                         node.replace_all_uses_with(replacement(*node.args))
                     graph.erase_node(node)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from td3_continuous_action_torchcompile import OneDNNProducts
@@ -61,6 +62,14 @@ def test_small_products_and_other_numbers_are_left_alone(batch, dtype, rows):
     if dtype == torch.float32:
         a = matrix(*batch, rows + 1, 256)
         assert torch.ops.mkldnn._linear_pointwise.default in targets_after_the_pass(lambda a, b: a @ b, a, b)
+
+
+def test_products_on_a_gpu_are_left_alone():
+    with FakeTensorMode():
+        a, b = (torch.empty(256, 256, device="cuda") for _ in range(2))
+        traced = make_fx(torch.mm)(a, b)
+        OneDNNProducts()(traced.graph)
+    assert torch.ops.aten.mm.default in [node.target for node in traced.graph.nodes]
 
 
 @pytest.mark.parametrize(
