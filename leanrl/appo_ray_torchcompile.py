@@ -910,9 +910,10 @@ class OneDNNProducts(CustomGraphPass):
     """
 
     def __init__(self):
-        from torch._inductor.lowering import make_fallback  # which takes long to import
+        from torch._inductor.lowering import constrain_to_fx_strides, make_fallback  # which take long to import
 
-        make_fallback(torch.ops.mkldnn._linear_pointwise.default)  # Inductor's own rule is for constant weights
+        # Inductor's own rule is for constant weights
+        make_fallback(torch.ops.mkldnn._linear_pointwise.default, constrain_to_fx_strides)
 
     @staticmethod
     def pays(device: torch.device) -> bool:
@@ -922,7 +923,7 @@ class OneDNNProducts(CustomGraphPass):
         return has_both and is_wide and sys.platform == "linux" and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
 
     def uuid(self) -> str:
-        return "oneDNN 1"  # a part of the key in the compiler's cache: to be changed with the pass
+        return "oneDNN products 1"  # a part of the key in the compiler's cache: to be changed with the pass
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         aten = torch.ops.aten
