@@ -30,6 +30,7 @@ import fcntl
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import json
 import logging
@@ -779,48 +780,58 @@ class FlatModule:
 class OneDNNProducts(CustomGraphPass):
     """Has oneDNN make the large float32 matrix products of a compiled graph.
 
-    MKL, which PyTorch takes for them on x86, leaves the AVX-512 of AMD's processors unused: half the speed.
+    MKL, which PyTorch takes for them on x86, leaves AVX-512 unused on AMD's processors: on Zen 5 half the speed.
     """
 
     def __init__(self):
         from torch._inductor.lowering import constrain_to_fx_strides, make_fallback  # which take long to import
 
-        # Inductor's own rule is for constant weights
+        # Inductor's own rule, which this replaces for the whole process, is for constant weights
         make_fallback(torch.ops.mkldnn._linear_pointwise.default, constrain_to_fx_strides)
 
     @staticmethod
     def pays(device: torch.device) -> bool:
-        """Whether this is such a processor."""
+        """Whether `device` is such a processor."""
         has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        is_wide = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return has_both and is_wide and sys.platform == "linux" and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+        if not has_both or device.type != "cpu" or sys.platform != "linux":
+            return False
+        family = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text())
+        return torch.backends.cpu.get_cpu_capability() == "AVX512" and family is not None and int(family[1]) >= 26
 
     def uuid(self) -> str:
-        return "oneDNN products 1"  # a part of the key in the compiler's cache: to be changed with the pass
+        return inspect.getsource(type(self))  # a part of the key in the compiler's cache
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         aten = torch.ops.aten
 
-        def add(target, *args, **options):
+        def call(target, *args, **options):
             node = graph.call_function(target, args, options)
             node.meta["val"] = target(*torch.fx.map_arg(args, lambda arg: arg.meta["val"]), **options)
             return node
 
+        def copied(x):
+            return call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
         def product(a, b):
-            if not a.meta["val"].is_contiguous():
-                a = add(aten.clone.default, a, memory_format=torch.contiguous_format)
-            b = add(aten.permute.default, b, [1, 0])
-            return add(torch.ops.mkldnn._linear_pointwise.default, a, b, None, "none", [], "")
+            a = a if a.meta["val"].is_contiguous() else copied(a)
+            b = b if b.meta["val"].is_contiguous() or b.meta["val"].mT.is_contiguous() else copied(b)
+            b = call(aten.permute.default, b, [1, 0])
+            return call(torch.ops.mkldnn._linear_pointwise.default, a, b, None, "none", [], "")
 
         def batched(a, b):
-            pairs = ([add(aten.select.int, x, 0, i) for x in (a, b)] for i in range(len(a.meta["val"])))
-            return add(aten.cat.default, [add(aten.unsqueeze.default, product(*pair), 0) for pair in pairs])
+            pairs = ([call(aten.select.int, x, 0, i) for x in (a, b)] for i in range(len(a.meta["val"])))
+            return call(aten.cat.default, [call(aten.unsqueeze.default, product(*pair), 0) for pair in pairs])
 
-        for target, replacement in ((aten.mm.default, product), (aten.bmm.default, batched)):
+        def with_sum(c, a, b):
+            return call(aten.add.Tensor, product(a, b), c)
+
+        replacements = {aten.mm.default: product, aten.bmm.default: batched, aten.addmm.default: with_sum}
+        for target, replacement in replacements.items():
             for node in graph.find_nodes(op="call_function", target=target):
-                a, b = (arg.meta["val"] for arg in node.args)
-                multiplications = math.prod(a.shape[-2:]) * b.shape[-1]  # with fewer a call costs more than it saves
-                if (a.device.type, a.dtype) == ("cpu", torch.float32) and multiplications >= 2**21:
+                a, b = (arg.meta["val"] for arg in node.args[-2:])
+                is_float = (a.device.type, a.dtype) == ("cpu", torch.float32)
+                multiplications = math.prod(a.shape[-2:]) * b.shape[-1]  # with fewer, one or two cores gain nothing
+                if is_float and multiplications >= 2**21 and math.prod(a.shape[:-2]) <= 8 and not node.kwargs:
                     with graph.inserting_before(node):
                         node.replace_all_uses_with(replacement(*node.args))
                     graph.erase_node(node)

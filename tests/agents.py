@@ -81,7 +81,7 @@ def compile_as_main_does(step, **more):
         torch.compiler.allow_in_graph(recurrence)
     options = {"fallback_random": True, "cpp_wrapper": True, "cpp.vec_isa_ok": True, "size_asserts": False}
     options["guard_filter_fn"] = lambda guards: ["_due" in guard.name for guard in guards]
-    if hasattr(module, "OneDNNProducts") and torch.backends.mkldnn.is_available():  # whoever made the processor
+    if hasattr(module, "OneDNNProducts") and module.OneDNNProducts.pays(CPU):
         options["post_grad_custom_post_pass"] = module.OneDNNProducts()
     return torch.compile(step, fullgraph=True, options=options | more)
 
