@@ -26,7 +26,6 @@ import difflib
 import fcntl
 import importlib.metadata
 import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -56,7 +55,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from tensordict.nn import CudaGraphModule
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -1347,92 +1345,27 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.names = module, [name for name, _ in module.named_parameters()]
-        self.shapes = [parameter.shape for parameter in module.parameters()]
-        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
-        self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
+        # Each lies with its first dimension last: BLAS is slow at products with matrices whose rows in memory are short
+        self.module, self.shapes = module, {name: p.movedim(0, -1).shape for name, p in module.named_parameters()}
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                layer.forward = lambda x, layer=layer: (
-                    ((x @ layer.weight.mT)[None] + layer.bias)[0]
-                    if torch.compiler.is_compiling()
-                    else nn.Linear.forward(layer, x)
+                layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                    ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
                 )
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
-        parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
+        return torch.cat([p.movedim(0, -1).flatten() for p in self.module.parameters()]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat`, [P] or longer, with the shapes of the module's parameters, in their order."""
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes, self.are_turned, strict=False)
-        return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
+        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
+        return [part.view(shape).movedim(-1, 0) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
-
-
-class OneDNNProducts(CustomGraphPass):
-    """Has oneDNN make the large float32 matrix products of a compiled graph.
-
-    MKL, which PyTorch takes for them on x86, leaves AVX-512 unused on AMD's processors: on Zen 5 half the speed.
-    """
-
-    def __init__(self):
-        from torch._inductor.lowering import constrain_to_fx_strides, make_fallback  # which take long to import
-
-        # Inductor's own rule, which this replaces for the whole process, is for constant weights
-        make_fallback(torch.ops.mkldnn._linear_pointwise.default, constrain_to_fx_strides)
-
-    @staticmethod
-    def pays(device: torch.device) -> bool:
-        """Whether `device` is such a processor."""
-        has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        if not has_both or device.type != "cpu" or sys.platform != "linux":
-            return False
-        family = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text())
-        return torch.backends.cpu.get_cpu_capability() == "AVX512" and family is not None and int(family[1]) >= 26
-
-    def uuid(self) -> str:
-        return inspect.getsource(type(self))  # a part of the key in the compiler's cache
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        aten = torch.ops.aten
-
-        def call(target, *args, **options):
-            node = graph.call_function(target, args, options)
-            node.meta["val"] = target(*torch.fx.map_arg(args, lambda arg: arg.meta["val"]), **options)
-            return node
-
-        def copied(x):
-            return call(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-        def product(a, b):
-            a = a if a.meta["val"].is_contiguous() else copied(a)
-            b = b if b.meta["val"].is_contiguous() or b.meta["val"].mT.is_contiguous() else copied(b)
-            b = call(aten.permute.default, b, [1, 0])
-            return call(torch.ops.mkldnn._linear_pointwise.default, a, b, None, "none", [], "")
-
-        def batched(a, b):
-            pairs = ([call(aten.select.int, x, 0, i) for x in (a, b)] for i in range(len(a.meta["val"])))
-            return call(aten.cat.default, [call(aten.unsqueeze.default, product(*pair), 0) for pair in pairs])
-
-        def with_sum(c, a, b):
-            return call(aten.add.Tensor, product(a, b), c)
-
-        replacements = {aten.mm.default: product, aten.bmm.default: batched, aten.addmm.default: with_sum}
-        for target, replacement in replacements.items():
-            for node in graph.find_nodes(op="call_function", target=target):
-                a, b = (arg.meta["val"] for arg in node.args[-2:])
-                is_float = (a.device.type, a.dtype) == ("cpu", torch.float32)
-                multiplications = math.prod(a.shape[-2:]) * b.shape[-1]  # with fewer, one or two cores gain nothing
-                if is_float and multiplications >= 2**21 and math.prod(a.shape[:-2]) <= 8 and not node.kwargs:
-                    with graph.inserting_before(node):
-                        node.replace_all_uses_with(replacement(*node.args))
-                    graph.erase_node(node)
+        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
 
 
 class Adam(nn.Module):
@@ -1455,13 +1388,14 @@ class Adam(nn.Module):
 
 def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
-    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
     with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
     run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
 
 
@@ -1644,11 +1578,9 @@ def main(args: Args) -> None:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             # Else Dynamo drops a Function's own backward inside grad_and_value (issue 193279 of PyTorch)
             torch.compiler.allow_in_graph(linear_recurrence)
-            options = {"fallback_random": True}  # eager's numbers in all variants
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws, no timings
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
             options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
-            options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
-            options |= {"post_grad_custom_post_pass": OneDNNProducts()} if OneDNNProducts.pays(device) else {}
             options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
             options |= {"realize_reads_threshold": 2}  # else what a scan reads is computed anew, in code that grows
             options |= {"cpp_wrapper_build_separate": True, "cpp_cache_precompile_headers": False}  # compiles sooner
@@ -1661,9 +1593,7 @@ def main(args: Args) -> None:
             logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            started = run.now()
             warm_up(steps, agent, run)
-            run.warmup_seconds += run.now() - started
         agent.learn, agent.choose, agent.prepare = steps
 
         if run.global_step:

@@ -564,32 +564,27 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.names = module, [name for name, _ in module.named_parameters()]
-        self.shapes = [parameter.shape for parameter in module.parameters()]
-        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
-        self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
+        # Each lies with its first dimension last: BLAS is slow at products with matrices whose rows in memory are short
+        self.module, self.shapes = module, {name: p.movedim(0, -1).shape for name, p in module.named_parameters()}
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                layer.forward = lambda x, layer=layer: (
-                    ((x @ layer.weight.mT)[None] + layer.bias)[0]
-                    if torch.compiler.is_compiling()
-                    else nn.Linear.forward(layer, x)
+                layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                    ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
                 )
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
-        parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
+        return torch.cat([p.movedim(0, -1).flatten() for p in self.module.parameters()]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat`, [P] or longer, with the shapes of the module's parameters, in their order."""
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes, self.are_turned, strict=False)
-        return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
+        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
+        return [part.view(shape).movedim(-1, 0) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
+        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
 
 
 class Adam(nn.Module):
@@ -612,13 +607,14 @@ class Adam(nn.Module):
 
 def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
-    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
     with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
     run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
 
 
@@ -742,19 +738,16 @@ def main(args: Args) -> None:
         steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
         if args.compile:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True}  # eager's numbers in all variants
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws, no timings
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
             options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
-            options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
             options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
             logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
             steps = [CudaGraphModule(step, warmup=3) for step in steps]
         if args.compile or args.cudagraphs:
-            started = run.now()
             warm_up(steps, agent, run)
-            run.warmup_seconds += run.now() - started
         agent.learn, agent.prepare = steps
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)

@@ -21,12 +21,12 @@ To copy the algorithm alone, put the short `Run` of the README in the place of t
 import array
 import collections
 import contextlib
+import copy
 import difflib
 import fcntl
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import io
 import json
 import logging
@@ -55,7 +55,6 @@ import torch.nn.functional as F
 import tyro
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
@@ -716,92 +715,50 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.names = module, [name for name, _ in module.named_parameters()]
-        self.shapes = [parameter.shape for parameter in module.parameters()]
-        # A matrix lies with its longer dimension last, as BLAS is slow at products whose rows in memory are short
-        self.are_turned = [len(shape) == 2 and shape[0] >= shape[1] for shape in self.shapes]
+        # Each lies with its first dimension last: BLAS is slow at products with matrices whose rows in memory are short
+        self.module, self.shapes = module, {name: p.movedim(0, -1).shape for name, p in module.named_parameters()}
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in module.modules():
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                layer.forward = lambda x, layer=layer: (
-                    ((x @ layer.weight.mT)[None] + layer.bias)[0]
-                    if torch.compiler.is_compiling()
-                    else nn.Linear.forward(layer, x)
+                layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                    ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
                 )
 
     def flatten(self) -> torch.Tensor:
         """The module's own parameters, joined; [P]."""
-        parameters = zip(self.module.parameters(), self.are_turned, strict=True)
-        return torch.cat([p.mT.flatten() if is_turned else p.flatten() for p, is_turned in parameters]).detach()
+        return torch.cat([p.movedim(0, -1).flatten() for p in self.module.parameters()]).detach()
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `flat`, [P] or longer, with the shapes of the module's parameters, in their order."""
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes, self.are_turned, strict=False)
-        return [part.view(shape[::-1]).mT if is_turned else part.view(shape) for part, shape, is_turned in parts]
+        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
+        return [part.view(shape).movedim(-1, 0) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.names, self.split(flat), strict=True)), inputs)
+        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
 
 
-class OneDNNProducts(CustomGraphPass):
-    """Has oneDNN make the large float32 matrix products of a compiled graph.
+def use_onednn() -> None:
+    """Has oneDNN make the large products of what is compiled on AMD's Zen 5, where MKL leaves AVX-512 unused."""
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" and torch.backends.mkldnn.is_available() else ""
+    if not re.search(r"AuthenticAMD\ncpu family\s*: (2[6-9]|[3-9]\d)\n", cpu):  # its family, 26, or a later one
+        return
+    from torch._inductor import decomposition, lowering  # which take long to import
 
-    MKL, which PyTorch takes for them on x86, leaves AVX-512 unused on AMD's processors: on Zen 5 half the speed.
-    """
+    linear, decompositions = torch.ops.mkldnn._linear_pointwise.default, decomposition.decompositions
+    lowering.make_fallback(linear, lowering.constrain_to_fx_strides)  # Inductor's own rule is for constant weights
 
-    def __init__(self):
-        from torch._inductor.lowering import constrain_to_fx_strides, make_fallback  # which take long to import
+    def mm(a, b):
+        return linear(a.contiguous(), b.mT, None, "none", [], "")
 
-        # Inductor's own rule, which this replaces for the whole process, is for constant weights
-        make_fallback(torch.ops.mkldnn._linear_pointwise.default, constrain_to_fx_strides)
+    def decompose(a, b, make, otherwise):
+        is_large = math.prod(a.shape[-2:]) * b.shape[-1] >= 2**21  # fewer are no faster on one or two cores
+        return (make if is_large and (a.dtype, a.device.type) == (torch.float32, "cpu") else otherwise)(a, b)
 
-    @staticmethod
-    def pays(device: torch.device) -> bool:
-        """Whether `device` is such a processor."""
-        has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-        if not has_both or device.type != "cpu" or sys.platform != "linux":
-            return False
-        family = re.search(r"AuthenticAMD\ncpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text())
-        return torch.backends.cpu.get_cpu_capability() == "AVX512" and family is not None and int(family[1]) >= 26
-
-    def uuid(self) -> str:
-        return inspect.getsource(type(self))  # a part of the key in the compiler's cache
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        aten = torch.ops.aten
-
-        def call(target, *args, **options):
-            node = graph.call_function(target, args, options)
-            node.meta["val"] = target(*torch.fx.map_arg(args, lambda arg: arg.meta["val"]), **options)
-            return node
-
-        def copied(x):
-            return call(aten.clone.default, x, memory_format=torch.contiguous_format)
-
-        def product(a, b):
-            a = a if a.meta["val"].is_contiguous() else copied(a)
-            b = b if b.meta["val"].is_contiguous() or b.meta["val"].mT.is_contiguous() else copied(b)
-            b = call(aten.permute.default, b, [1, 0])
-            return call(torch.ops.mkldnn._linear_pointwise.default, a, b, None, "none", [], "")
-
-        def batched(a, b):
-            pairs = ([call(aten.select.int, x, 0, i) for x in (a, b)] for i in range(len(a.meta["val"])))
-            return call(aten.cat.default, [call(aten.unsqueeze.default, product(*pair), 0) for pair in pairs])
-
-        def with_sum(c, a, b):
-            return call(aten.add.Tensor, product(a, b), c)
-
-        replacements = {aten.mm.default: product, aten.bmm.default: batched, aten.addmm.default: with_sum}
-        for target, replacement in replacements.items():
-            for node in graph.find_nodes(op="call_function", target=target):
-                a, b = (arg.meta["val"] for arg in node.args[-2:])
-                is_float = (a.device.type, a.dtype) == ("cpu", torch.float32)
-                multiplications = math.prod(a.shape[-2:]) * b.shape[-1]  # with fewer, one or two cores gain nothing
-                if is_float and multiplications >= 2**21 and math.prod(a.shape[:-2]) <= 8 and not node.kwargs:
-                    with graph.inserting_before(node):
-                        node.replace_all_uses_with(replacement(*node.args))
-                    graph.erase_node(node)
+    products = {torch.ops.aten.mm.default: mm, torch.ops.aten.bmm.default: lambda a, b: torch.stack([*map(mm, a, b)])}
+    for name, make in products.items():
+        decompositions[name] = functools.partial(decompose, make=make, otherwise=decompositions[name])
+    torch.compiler.config.cache_key_tag = "oneDNN"  # else torch would find what it compiled without
 
 
 class Adam(nn.Module):
@@ -824,13 +781,14 @@ class Adam(nn.Module):
 
 def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
-    before = {name: value.clone() for name, value in agent.state_dict().items()}
+    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
     with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
         for step in 5 * steps:
             step()
     agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
     run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
 
 
@@ -844,14 +802,14 @@ class CompiledTD3Agent(nn.Module):
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (self.low, self.high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (self.high - self.low) / 2, (self.high + self.low) / 2
-        # The parameters of the twin critics are the rows of one matrix
         self.actor_module = FlatModule(DeterministicActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
         self.actor = nn.Buffer(self.actor_module.flatten().to(device))
         critics = torch.stack([self.q_module.flatten(), twin.flatten()])
-        # Zeros fill the rows, so that both begin at multiples of 64 bytes: cuBLAS is slower where 16 do not divide it
+        # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere
         self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
-        self.target_actor, self.target_critics = nn.Buffer(self.actor.clone()), nn.Buffer(self.critics.clone())
+        networks = (self.actor, self.critics)
+        self.target_actor, self.target_critics = (copy.deepcopy(network).requires_grad_(False) for network in networks)
         self.actor_optimizer = Adam(self.actor, lr=args.learning_rate)
         self.critic_optimizer = Adam(self.critics, lr=args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("qf_loss", "actor_loss")}
@@ -861,7 +819,6 @@ class CompiledTD3Agent(nn.Module):
         self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
         self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
         self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
-        # External: recorded by a captured graph
         self.acted = torch.cuda.Event(external=True) if args.cudagraphs else torch.get_device_module(device).Event()
         self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
 
@@ -941,7 +898,6 @@ class CompiledTD3Agent(nn.Module):
 
     def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
-        # By name, as torch 2.11 can compile no __name__ of a method
         gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)
         optimizer.step(parameters, gradient)
         self.losses[name].copy_(loss.detach())
@@ -989,16 +945,14 @@ def main(args: Args) -> None:
             stack.enter_context(env)  # which closes it in the end
         # Compilation: full graphs to act and to update. Capture: one to act, with its transfers, one for each kind of
         # update, one to act and make it, and one to store what an update must wait for
-        steps = [agent.choose, agent.update_critics, agent.update_actor]
         if args.compile:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True}  # eager's numbers in all variants
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws, no timings
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
             options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # guards what changes
-            options |= {"deterministic": args.torch_deterministic}  # no choice among reductions by how long they take
-            options |= {"post_grad_custom_post_pass": OneDNNProducts()} if OneDNNProducts.pays(device) else {}
-            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
-        agent.choose, agent.update_critics, agent.update_actor = steps
+            use_onednn()
+            for name in ("choose", "update_critics", "update_actor"):
+                setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options={**options}))
         kinds = [(True,), (False,)][: args.policy_frequency]
         logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
         capture = functools.partial(CudaGraphModule, warmup=3) if args.cudagraphs else lambda step: step
@@ -1006,9 +960,7 @@ def main(args: Args) -> None:
         exchange = {kind: capture(functools.partial(agent.exchange, *kind)) for kind in [(), *kinds]}
         write = capture(buffer.write)
         if args.compile or args.cudagraphs:
-            started = run.now()
             warm_up([write, *learn.values(), *exchange.values()], agent, run)
-            run.warmup_seconds += run.now() - started
         agent.learn, agent.exchange = lambda *kind: learn[kind](), lambda *kind: exchange[kind]()
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)

@@ -70,8 +70,8 @@ def flat(module):
 
 
 def flattened(tensors):
-    """Parameters, or what has their shapes, as a vector: matrices with their longer dimension last."""
-    return torch.cat([(x.mT if x.ndim == 2 and len(x) >= len(x.mT) else x).flatten() for x in tensors])
+    """Parameters, or what has their shapes, as a vector in which the first dimension of each is its last."""
+    return torch.cat([x.movedim(0, -1).flatten() for x in tensors])
 
 
 def compile_as_main_does(step, **more):
@@ -81,8 +81,8 @@ def compile_as_main_does(step, **more):
         torch.compiler.allow_in_graph(recurrence)
     options = {"fallback_random": True, "cpp_wrapper": True, "cpp.vec_isa_ok": True, "size_asserts": False}
     options["guard_filter_fn"] = lambda guards: ["_due" in guard.name for guard in guards]
-    if hasattr(module, "OneDNNProducts") and module.OneDNNProducts.pays(CPU):
-        options["post_grad_custom_post_pass"] = module.OneDNNProducts()
+    if hasattr(module, "use_onednn"):
+        module.use_onednn()
     return torch.compile(step, fullgraph=True, options=options | more)
 
 

@@ -140,17 +140,18 @@ def test_same_random_numbers_same_losses(both):
 def test_all_of_the_warm_up_counts(script, launch, monkeypatch):
     """Every step's, each of which is warmed up once."""
     module, slept, warmed_up = importlib.import_module(script), [], []
+    warm_up = module.warm_up
 
-    def sleep(seconds):
-        time.sleep(seconds)
-        slept.append(seconds)
+    def sleep():
+        time.sleep(0.02)
+        slept.append(0.02)
 
-    def warm_up(steps, agent, run):
-        sleep(0.1 * len(steps))
+    def noting(steps, agent, run):
         warmed_up.extend(steps)
+        warm_up([sleep] * len(steps), agent, run)
 
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    monkeypatch.setattr(module, "warm_up", warm_up)
+    monkeypatch.setattr(module, "warm_up", noting)
     flags = list(ON_POLICY if script.startswith("ppo") else OFF_POLICY)
     if "memory" in script:
         flags += ["--num-envs", 1]
@@ -176,7 +177,8 @@ def test_a_warm_up_is_quiet_and_changes_nothing(script, recwarn):
 
     state = torch.get_rng_state()
     module = importlib.import_module(script)
-    module.warm_up([step], agent, SimpleNamespace(device=torch.device("cpu"), global_step=0))
+    run = SimpleNamespace(device=torch.device("cpu"), global_step=0, warmup_seconds=0.0, now=time.perf_counter)
+    module.warm_up([step], agent, run)
     assert len(set(numbers)) == 5 and torch.equal(torch.get_rng_state(), state)
     assert agent.running_mean.eq(0).all() and not recwarn
     warnings.warn("of the run itself", stacklevel=1)

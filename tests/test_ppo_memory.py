@@ -767,7 +767,7 @@ def test_a_masked_row_of_any_density_leaves_the_gradient_finite(script):
     agent = eager if script == "ppo_memory" else compiled
     prepare(agent, envs)
     module = compiled.module
-    views = dict(zip(module.names, module.split(compiled.network), strict=True)) if agent is compiled else {}
+    views = dict(zip(module.shapes, module.split(compiled.network), strict=True)) if agent is compiled else {}
     batch = {name: tensor.clone() for name, tensor in agent.batch.items()} | {"state": agent.first_state}
     masked = batch["valid"] == 0
     with torch.no_grad():
