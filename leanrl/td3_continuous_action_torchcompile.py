@@ -745,19 +745,17 @@ def use_onednn() -> None:
         return
     from torch._inductor import decomposition, lowering  # which take long to import
 
-    linear, decompositions = torch.ops.mkldnn._linear_pointwise.default, decomposition.decompositions
-    lowering.make_fallback(linear, lowering.constrain_to_fx_strides)  # Inductor's own rule is for constant weights
+    gemm, decompositions = torch.ops.mkldnn._linear_pointwise.default, decomposition.decompositions
+    lowering.make_fallback(gemm, lowering.constrain_to_fx_strides)  # Inductor's own rule is for constant weights
 
-    def mm(a, b):
-        return linear(a.contiguous(), b.mT, None, "none", [], "")
-
-    def decompose(a, b, make, otherwise):
+    def decompose(a, b, otherwise):
         is_large = math.prod(a.shape[-2:]) * b.shape[-1] >= 2**21  # fewer are no faster on one or two cores
-        return (make if is_large and (a.dtype, a.device.type) == (torch.float32, "cpu") else otherwise)(a, b)
+        if not is_large or (a.dtype, a.device.type) != (torch.float32, "cpu"):
+            return otherwise(a, b)
+        return torch.stack([*map(torch.mm, a, b)]) if a.ndim == 3 else gemm(a.contiguous(), b.mT, None, "none", [], "")
 
-    products = {torch.ops.aten.mm.default: mm, torch.ops.aten.bmm.default: lambda a, b: torch.stack([*map(mm, a, b)])}
-    for name, make in products.items():
-        decompositions[name] = functools.partial(decompose, make=make, otherwise=decompositions[name])
+    for product in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+        decompositions[product] = functools.partial(decompose, otherwise=decompositions[product])
     torch.compiler.config.cache_key_tag = "oneDNN"  # else torch would find what it compiled without
 
 
