@@ -139,7 +139,7 @@ class Args:
 
 # ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 11
+CHECKPOINT_FORMAT = 12
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:
