@@ -1423,24 +1423,21 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        # Each lies with its first dimension last: BLAS is slow at products with matrices whose rows in memory are short
-        self.module, self.shapes = module, {name: p.movedim(0, -1).shape for name, p in module.named_parameters()}
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
+        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
+        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear) and layer.bias is not None:
-                layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                    ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-                )
-
-    def flatten(self) -> torch.Tensor:
-        """The module's own parameters, joined; [P]."""
-        return torch.cat([p.movedim(0, -1).flatten() for p in self.module.parameters()]).detach()
+        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
+            layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
+            )
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
-        return [part.view(shape).movedim(-1, 0) for part, shape in parts]
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
@@ -1487,7 +1484,7 @@ class CompiledMemoryDQNAgent(nn.Module):
         inputs, cell = envs.inputs.shape[1], CELLS[args.cell](args.hidden_size)
         cell.is_looped = True
         self.q_module = FlatModule(RecurrentQNetwork(inputs, envs.action_dim, cell, args.hidden_size))
-        self.q_network = nn.Buffer(self.q_module.flatten().to(device))
+        self.q_network = nn.Buffer(self.q_module.initial.to(device))
         self.target_network = copy.deepcopy(self.q_network)
         self.optimizer = Adam(self.q_network, args.learning_rate)
         slices = args.batch_size // args.slice_length
@@ -1599,7 +1596,7 @@ def main(args: Args) -> None:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             # Else Dynamo drops a Function's own backward inside grad_and_value (issue 193279 of PyTorch)
             torch.compiler.allow_in_graph(linear_recurrence)
-            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws, no timings
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
             options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
             options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7

@@ -722,7 +722,7 @@ class SACAgent(nn.Module):
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.buffer = args, buffer
+        self.args, self.buffer, self.write = args, buffer, buffer.write
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
@@ -902,7 +902,7 @@ def main(args: Args) -> None:
             # Learn what had to wait: one update for each step of each environment
             if must_wait:
                 buffer.upload()
-                buffer.write()
+                agent.write()
                 for update in afterwards:
                     agent.learn(*update)
                     run.updates += 1

@@ -729,24 +729,21 @@ class FlatModule:
     """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
 
     def __init__(self, module: nn.Module):
-        # Each lies with its first dimension last: BLAS is slow at products with matrices whose rows in memory are short
-        self.module, self.shapes = module, {name: p.movedim(0, -1).shape for name, p in module.named_parameters()}
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
+        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
+        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear) and layer.bias is not None:
-                layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                    ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-                )
-
-    def flatten(self) -> torch.Tensor:
-        """The module's own parameters, joined; [P]."""
-        return torch.cat([p.movedim(0, -1).flatten() for p in self.module.parameters()]).detach()
+        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
+            layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
+            )
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
-        return [part.view(shape).movedim(-1, 0) for part, shape in parts]
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
@@ -759,18 +756,21 @@ def use_onednn() -> None:
         return
     from torch._inductor import decomposition, lowering  # which take long to import
 
-    gemm, decompositions = torch.ops.mkldnn._linear_pointwise.default, decomposition.decompositions
+    aten, gemm = torch.ops.aten, torch.ops.mkldnn._linear_pointwise.default
     lowering.make_fallback(gemm, lowering.constrain_to_fx_strides)  # Inductor's own rule is for constant weights
 
-    def decompose(a, b, otherwise):
+    def decompose(a, b):
         is_large = math.prod(a.shape[-2:]) * b.shape[-1] >= 2**21  # fewer are no faster on one or two cores
-        if not is_large or (a.dtype, a.device.type) != (torch.float32, "cpu"):
-            return otherwise(a, b)
-        return torch.stack([*map(torch.mm, a, b)]) if a.ndim == 3 else gemm(a.contiguous(), b.mT, None, "none", [], "")
+        if not is_large or (a.dtype, a.device.type) != (torch.float32, "cpu") or math.prod(a.shape[:-2]) > 8:
+            return (decomposition.mm if a.ndim == 2 else decomposition.bmm)(a, b)
+        if a.ndim == 3:
+            return torch.stack([*map(torch.mm, a, b)])
+        # With [None] Inductor fuses it with nothing, for which it would take the weights to be constant
+        return gemm(a.contiguous()[None], b.mT, None, "none", [], "")[0]
 
-    for product in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-        decompositions[product] = functools.partial(decompose, otherwise=decompositions[product])
-    torch.compiler.config.cache_key_tag = "oneDNN"  # else torch would find what it compiled without
+    decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
+    # Else torch would find what it compiled before. Count up with each change of this function
+    torch.compiler.config.cache_key_tag = "oneDNN 1"
 
 
 class Adam(nn.Module):
@@ -810,14 +810,14 @@ class CompiledSACAgent(nn.Module):
 
     def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
         super().__init__()
-        self.args, self.buffer = args, buffer
+        self.args, self.buffer, self.write = args, buffer, buffer.write
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
         self.actor_module = FlatModule(GaussianActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
-        self.actor = nn.Buffer(self.actor_module.flatten().to(device))
-        critics = torch.stack([self.q_module.flatten(), twin.flatten()])
+        self.actor = nn.Buffer(self.actor_module.initial.to(device))
+        critics = torch.stack([self.q_module.initial, twin.initial])
         # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere
         self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
@@ -914,7 +914,7 @@ class CompiledSACAgent(nn.Module):
 
     def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
-        gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)
+        gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)  # by name for torch 2.11
         optimizer.step(parameters, gradient)
         self.losses[name].copy_(loss.detach())
 
@@ -968,21 +968,21 @@ def main(args: Args) -> None:
         # update, one to act and make it, and one to store what an update must wait for
         if args.compile:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws, no timings
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
             options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # guards what changes
             use_onednn()
-            for name in ("choose", "update_critics", "update_actor"):
-                setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options={**options}))
+            for name in ("choose", "update_critics", "update_actor"):  # with a copy, as it pops the filter
+                setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options=dict(options)))
         numbers = range(min(policy * targets, args.total_timesteps + args.num_envs))
         kinds = dict.fromkeys((n % policy == 0, n % targets == 0) for n in numbers)
         logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
         capture = functools.partial(CudaGraphModule, warmup=3) if args.cudagraphs else lambda step: step
         learn = {kind: capture(functools.partial(agent.learn, *kind)) for kind in kinds}
         exchange = {kind: capture(functools.partial(agent.exchange, *kind)) for kind in [(), *kinds]}
-        write = capture(buffer.write)
+        agent.write = capture(buffer.write)
         if args.compile or args.cudagraphs:
-            warm_up([write, *learn.values(), *exchange.values()], agent, run)
+            warm_up([agent.write, *learn.values(), *exchange.values()], agent, run)
         agent.learn, agent.exchange = lambda *kind: learn[kind](), lambda *kind: exchange[kind]()
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
@@ -1010,7 +1010,7 @@ def main(args: Args) -> None:
             # Learn what had to wait: one update for each step of each environment
             if must_wait:
                 buffer.upload()
-                write()
+                agent.write()
                 for update in afterwards:
                     agent.learn(*update)
                     run.updates += 1

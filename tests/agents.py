@@ -1,7 +1,9 @@
 """Eager and compiled agents side by side, with the same weights and the same replayed transitions."""
 
+import contextlib
 import importlib
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -70,8 +72,38 @@ def flat(module):
 
 
 def flattened(tensors):
-    """Parameters, or what has their shapes, as a vector in which the first dimension of each is its last."""
-    return torch.cat([x.movedim(0, -1).flatten() for x in tensors])
+    """Parameters, or what has their shapes, as a vector, in which matrices are turned."""
+    return torch.cat([(x.mT if x.ndim == 2 else x).flatten() for x in tensors])
+
+
+@contextlib.contextmanager
+def as_on(maker="AuthenticAMD", family=26, platform="linux", mkldnn=True):
+    """As on a machine like that, before `use_onednn`, whose changes to the process are put back but for a lowering."""
+    from torch._inductor import decomposition  # which takes long to import
+
+    about = f"processor\t: 0\nvendor_id\t: {maker}\ncpu family\t: {family}\nmodel\t\t: 2\n"
+    read = Path.read_text
+
+    def read_text(path, *args, **kwargs):
+        return about if path == Path("/proc/cpuinfo") else read(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched, torch.compiler.config.patch(cache_key_tag="none"):
+        patched.setattr(torch.backends.mkldnn, "is_available", lambda: mkldnn)
+        patched.setattr("sys.platform", platform)
+        patched.setattr(Path, "read_text", read_text)
+        for product in ("mm", "bmm"):
+            own = getattr(decomposition, product)
+            patched.setitem(decomposition.decompositions, getattr(torch.ops.aten, product).default, own)
+        yield
+
+
+def products_by_onednn(step):
+    """How many large products oneDNN makes in a call."""
+    with torch.profiler.profile() as profile:
+        step()
+    names = [event.name for event in profile.events()]
+    assert "aten::contiguous" not in names  # it would copy what is not, one core alone
+    return names.count("mkldnn::_linear_pointwise")
 
 
 def compile_as_main_does(step, **more):

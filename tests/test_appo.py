@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import environments
-from agents import assert_each_row_once_an_epoch
+from agents import assert_each_row_once_an_epoch, flat
 from conftest import read_run
 from test_impala import CPU, oracle
 
@@ -39,7 +39,7 @@ class Played:
             for parameter in core.actor.parameters():
                 parameter.mul_(5 if kind == "Continuous" else 30)
             if "compile" in script:
-                self.agent.network.copy_(self.agent.module.flatten())
+                self.agent.network.copy_(flat(self.agent.module.module))
         build = functools.partial(self.module.make_actor_critic, (3,), KINDS[kind])
         environments.Counter.forget()
         self.actor = self.module.Actor(self.args, environments_of, build, act)

@@ -177,9 +177,9 @@ def test_a_warm_up_is_quiet_and_changes_nothing(script, recwarn):
 
     state = torch.get_rng_state()
     module = importlib.import_module(script)
-    run = SimpleNamespace(device=torch.device("cpu"), global_step=0, warmup_seconds=0.0, now=time.perf_counter)
+    run = SimpleNamespace(device=torch.device("cpu"), global_step=0, warmup_seconds=9.0, now=time.perf_counter)
     module.warm_up([step], agent, run)
     assert len(set(numbers)) == 5 and torch.equal(torch.get_rng_state(), state)
-    assert agent.running_mean.eq(0).all() and not recwarn
+    assert agent.running_mean.eq(0).all() and run.warmup_seconds > 9 and not recwarn
     warnings.warn("of the run itself", stacklevel=1)
     assert len(recwarn) == 1, "only the warm-up is quiet"

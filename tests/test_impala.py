@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import environments
+from agents import flat
 from conftest import check_shared_memory, read_run, shared_memory
 
 SCRIPTS = {"impala_ray": "IMPALAAgent", "impala_ray_torchcompile": "CompiledIMPALAAgent"}
@@ -191,7 +192,7 @@ class Played:
             for parameter in self.network.actor.parameters():
                 parameter.mul_(30)
             if "compile" in script:
-                self.agent.network.copy_(self.agent.module.flatten())
+                self.agent.network.copy_(flat(self.agent.module.module))
         build = functools.partial(self.module.make_network, (4,), 2)
         self.actor = self.module.Actor(self.args, self.module.GymEnvironments, build, self.module.act_discrete)
         self.actor.start(0, 0, 0)
@@ -267,7 +268,7 @@ def test_with_lag_the_loss_is_v_traces(script, vtrace):
         for parameter in played.network.parameters():
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
         if "compile" in script:
-            played.agent.network.copy_(played.agent.module.flatten())
+            played.agent.network.copy_(flat(played.agent.module.module))
     network = played.module.make_network((4,), 2).double()
     network.load_state_dict(played.network.state_dict())
     if "compile" in script:

@@ -277,7 +277,7 @@ def test_flat_module_is_the_module(bias):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=bias), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     flat_module, own = FlatModule(module), list(module.parameters())
     inputs = torch.randn(5, 3)
-    parameters = flat_module.flatten()
+    parameters = flat_module.initial
     assert not parameters.requires_grad
     with torch.no_grad():
         torch.testing.assert_close(flat_module(parameters, inputs), module(inputs))
