@@ -751,8 +751,8 @@ def use_onednn() -> None:
             return (decomposition.mm if a.ndim == 2 else decomposition.bmm)(a, b)
         if a.ndim == 3:
             return torch.stack([*map(torch.mm, a, b)])
-        # With [None] Inductor fuses it with nothing, for which it would take the weights to be constant
-        return gemm(a.contiguous()[None], b.mT, None, "none", [], "")[0]
+        # Behind [None][0] Inductor fuses nothing with it, for which it would take the weights to be constant
+        return gemm(a.contiguous(), b.mT, None, "none", [], "")[None][0]
 
     decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
     # Else torch would find what it compiled before. Count up with each change of this function

@@ -137,8 +137,9 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, options=options)
 
 
-def test_inductor_fuses_its_products_with_nothing(called):
+def test_inductor_fuses_its_products_with_nothing(called, monkeypatch, tmp_path):
     """With what follows it knows to fuse those of constant weights alone; a sum of two has compiled to an error."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     a, b, c = (matrix(128, 256) for _ in range(3))
     weights, more = matrix(256, 256), matrix(256, 256)
 
