@@ -667,11 +667,15 @@ def taken(monkeypatch):
             fragment = take(fleet)
             stamps.append(tuple(fragment["stamp"].tolist()))
             stamps.steps += int(fragment["valid"].sum())
-            stamps.calls = max([stamps.calls, *(len(seat.calls) for seat in fleet.seats)])
             stamps.down = sum(seat.failures > 0 and not seat.is_ready for seat in fleet.seats)
             return fragment
 
+        def receive(fleet, seat, receive=module.Fleet.receive):
+            stamps.calls = max(stamps.calls, len(seat.calls))
+            return receive(fleet, seat)
+
         monkeypatch.setattr(module.Fleet, "take", take)
+        monkeypatch.setattr(module.Fleet, "receive", receive)
     return stamps
 
 
