@@ -453,9 +453,11 @@ def now() -> str:
 
 def hardware(probe: dict) -> dict:
     """What the machine is, with no name that identifies it."""
-    names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    text = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    names, families = re.findall("model name\t: (.+)", text), re.findall(r"cpu family\t: (\d+)", text)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     about = {"cpu": (*names, platform.machine())[0], "cores": usable, "torch_threads": probe["threads"]}
+    about["cpu_family"] = int(families[0]) if families else None  # AMD EPYC is of family 25 (Zen 3, 4) or 26 (Zen 5)
     return about | {"gpu": probe["gpu"], "system": f"{platform.system()} {platform.machine()}"}
 
 
