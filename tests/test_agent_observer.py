@@ -28,6 +28,7 @@ import tables  # noqa: E402
 from agent_observer import BATCH_SIZE, CPU, METRICS, TRANSPORTS, World  # noqa: E402
 
 AGENT, OBSERVER = 0, 1  # as the first two processes of a world start
+ENDLESS = ("--episodes", "100000")
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -380,6 +381,16 @@ def test_a_name_server_cannot_hold_up_torch_rpc_for_long(monkeypatch):
 
 
 # ---- Worlds ----
+def make_tcp_options() -> type:
+    """Options of RPC by TCP: threads that poll shared memory yield without end, which starves other tests."""
+
+    class TCPOptions(rpc.TensorPipeRpcBackendOptions):
+        def __init__(self, **options):
+            super().__init__(**options | {"_transports": ["uv"]})
+
+    return TCPOptions
+
+
 class Program:
     """The program in a process forked from this one, which has PyTorch already; Ctrl-C goes to its group."""
 
@@ -397,6 +408,8 @@ class Program:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(self.folder / name, os.O_CREAT | os.O_WRONLY), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        if {*ENDLESS} <= {*argv} and rpc.is_available():
+            rpc.TensorPipeRpcBackendOptions = make_tcp_options()
         agent_observer.main(tyro.cli(agent_observer.Args, args=argv))
 
     def read(self, name: str) -> str:
@@ -482,14 +495,14 @@ def test_compat_end_to_end(program):
 
 @pytest.mark.parametrize("who", [AGENT, OBSERVER], ids=["agent", "observer"])
 def test_a_killed_process_ends_the_run(who, transport, program):
-    run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
+    run = program("--transport", transport, "--world-size", "4", *ENDLESS)
     pids = run.wait_for_episodes(3)
     os.kill(pids[who], signal.SIGKILL)
     run.check_end(pids, 1, rf"{transport}, run 1: {('agent', 'observer 1')[who]} was killed \(SIGKILL\)")
 
 
 def test_interrupt_ends_the_run(transport, program):
-    run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
+    run = program("--transport", transport, "--world-size", "4", *ENDLESS)
     pids = run.wait_for_episodes(3)
     os.killpg(run.pid, signal.SIGINT)
     run.check_end(pids, 128 + signal.SIGINT, f"{transport}, run 1: stopped by Ctrl-C")
@@ -497,7 +510,7 @@ def test_interrupt_ends_the_run(transport, program):
 
 @pytest.mark.parametrize("is_at_work", [True, False], ids=["at work", "starting"])
 def test_nothing_outlives_a_killed_coordinator(is_at_work, transport, program):
-    run = program("--transport", transport, "--world-size", "4", "--episodes", "100000")
+    run = program("--transport", transport, "--world-size", "4", *ENDLESS)
     assert run.wait_for_episodes(3) if is_at_work else wait_until(run.children)
     os.kill(run.pid, signal.SIGKILL)
     wait_until(lambda: not run.left(), seconds=10)
@@ -518,7 +531,7 @@ def test_what_was_measured_before_a_kill_is_kept(program):
 
 
 def test_a_process_that_hangs(program):
-    run = program("--transport", "pipe", "--world-size", "4", "--episodes", "100000", "--timeout", "2")
+    run = program("--transport", "pipe", "--world-size", "4", *ENDLESS, "--timeout", "2")
     pids = run.wait_for_episodes(3)
     os.kill(pids[OBSERVER], signal.SIGSTOP)
     # The others may just have ended their episode
