@@ -32,6 +32,8 @@ import tyro
 
 import speed
 
+# Seconds after which one that hangs is stopped, lest it take what is left of the visit
+CACHES_LIMIT, RUN_LIMIT = 180.0, 120.0
 VARIANTS = ("compile+cudagraphs", "eager", "cudagraphs", "compile")
 OTHERS = (  # a script, and what is other than usual
     ("ppo_atari_envpool", {"num_envs": 64}),
@@ -194,7 +196,7 @@ def main(args: Args) -> None:
     except OSError as error:
         speed.fail(f"--output {args.output}: must be a folder that can be written to ({error.strerror})")
 
-    options = speed.Args(repeats=args.repeats, steps=args.steps)
+    options = speed.Args(repeats=args.repeats, steps=args.steps, timeout=RUN_LIMIT)
     visit = {
         "kind": "gpu_visit",
         "started": speed.now(),
@@ -227,7 +229,7 @@ def main(args: Args) -> None:
             print(f"exit status {visit['tests']['exit_status']}, {visit['tests']['outcome']}", flush=True)
             note()
         if args.fill_caches and time_left() > 60:
-            visit["filled"] = fill_caches(scripts, probe["gpu"] is not None, time_left())
+            visit["filled"] = fill_caches(scripts, probe["gpu"] is not None, min(CACHES_LIMIT, time_left()))
             for run in visit["filled"]:
                 print(f"{run['script']}: {run.get('reason', 'compiled')} ({run['process_seconds']:.0f} s)", flush=True)
             note()
