@@ -123,7 +123,399 @@ class Args:
     """capture the steps in CUDA graphs"""
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+# ---- Environments ----
+def make_environments(args: Args) -> list[gym.Env]:
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    sys.path.append(os.getcwd())  # for a `module:Id`
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+
+
+def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
+    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
+        env.action_space.seed(action_seed)
+    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
+
+
+# ---- Networks ----
+class DiscreteQNetwork(nn.Module):
+    """The value of every action; [B, observation_dim] -> [B, actions]."""
+
+    def __init__(self, observation_dim: int, actions: int):
+        super().__init__()
+        self.fc1 = nn.Linear(observation_dim, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, actions)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(observation)))))
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+def times_due(step: int, num_envs: int, frequency: int) -> int:
+    """How many multiples of `frequency` the last `num_envs` steps have reached, up to and with `step`."""
+    return step // frequency - (step - num_envs) // frequency
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Replay ----
+class ReplayRing:
+    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
+
+    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
+    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
+    bootstrapped from where it leads.
+
+    The host stages transitions, `send` sends them in one copy, and `write` puts them in place. What `send`, `write`,
+    `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
+        self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
+        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
+        frequency = getattr(args, "train_frequency", 1)
+        most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
+        self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
+        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
+        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
+        self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
+        self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
+        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
+
+        space, action_shape = env.observation_space, env.action_space.shape
+        observation_dim = space.shape[0]
+        is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
+        dtype = torch.uint8 if is_uint8 else torch.float32
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
+            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
+            action=torch.zeros(self.rows, *action_shape, device=device),
+            reward=torch.zeros(self.rows, device=device),
+        )
+        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+
+        # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
+        # slots, the oldest that may be drawn, and how many there are
+        self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
+        self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
+        observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
+        self.bounds = integers.view(np.int32)[:, 3:]
+        self.sent = torch.get_device_module(device).Event()
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
+
+    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
+        """Stages a transition; the environments take turns."""
+        if self.filled == 0:
+            self.sent.synchronize()  # only then may what was sent be overwritten
+        i = self.added % len(self.arrived)
+        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
+        next_slot = slot if terminated else self.take_slot()
+        self.arrived[i] = None if terminated or truncated else next_slot
+        self.owners[slot] = self.added
+        places = (self.added % self.rows, slot, next_slot)
+        transition = (observation, observation if terminated else next_observation, action, reward, places)
+        for column, value in zip(self.columns, transition, strict=True):
+            column[self.filled] = value
+        self.filled, self.added = self.filled + 1, self.added + 1
+
+    def take_slot(self) -> int:
+        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
+        self.taken += 1
+        return (self.taken - 1) % self.slots
+
+    def complete(self) -> None:
+        """Completes the staged rows, with the last of them in place of those that are missing."""
+        if self.filled < len(self.staged):
+            for column in self.columns:
+                column[self.filled :] = column[self.filled - 1]
+        self.bounds[:] = self.oldest, self.added
+        self.filled = 0
+
+    def send(self) -> None:
+        """Sends the staged rows to the device."""
+        self.incoming.copy_(self.staged, non_blocking=True)
+
+    def upload(self) -> None:
+        """Completes the staged rows, sends them, and lets `add` wait until they have left."""
+        self.complete()
+        self.send()
+        self.sent.record()
+
+    def write(self) -> None:
+        """Puts the rows that were sent into the ring; a second call changes nothing."""
+        observations, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
+        seen, actions = self.fields["observation"], self.fields["action"]
+        seen[slots.flatten().long()] = observations.reshape(slots.numel(), -1).to(seen.dtype)
+        actions[row] = action.view(-1, *actions.shape[1:])
+        self.fields["reward"][row] = reward.squeeze(1)
+        self.fields["slots"][row] = slots
+
+    def draw(self, coming: int = 0) -> torch.Tensor:
+        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
+
+        The newest transition's age is then 0.
+        """
+        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
+        count = (newest + coming - oldest).clamp(1, self.capacity)
+        return torch.randint(2**62, self.drawn.shape, device=self.device) % count
+
+    def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
+        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
+        self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
+        self.turn.zero_()
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.add_(1).remainder_(len(self.drawn))
+        return self.gather(number)
+
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
+        row = number % self.rows
+        slots = self.fields["slots"][row].long()
+        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
+        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
+
+    def state_dict(self) -> dict:
+        """What is in it, for a checkpoint."""
+        if self.filled:
+            self.complete()
+        self.send()
+        self.write()
+        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
+        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
+        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
+        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
+        for name, field in self.fields.items():
+            field[: len(state[name])] = state[name]
+        for rows in (self.staged, self.incoming):
+            rows.copy_(state["incoming"])
+        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
+        self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
+        if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
+            self.taken = self.slots + self.taken % len(state["owners"])
+
+
+# ---- For compilation and capture ----
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
+        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
+        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
+        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
+        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
+            layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
+            )
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
+
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
+
+
+class Adam(nn.Module):
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
+        super().__init__()
+        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
+        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
+        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
+
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
+        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+
+
+def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
+    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
+    devices = [run.device] if run.device.type == "cuda" else []
+    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
+    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
+        for step in 5 * steps:
+            step()
+    agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
+    run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
+
+
+# ---- Agent ----
+class CompiledDQNAgent(nn.Module):
+    """The network, its target, its optimiser, and the update on them."""
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
+        super().__init__()
+        self.args, self.device, self.buffer = args, device, buffer
+        observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
+        self.q_module = FlatModule(DiscreteQNetwork(observation_dim, actions))
+        self.q_network = nn.Buffer(self.q_module.initial.to(device))
+        self.target_network = copy.deepcopy(self.q_network)
+        self.optimizer = Adam(self.q_network, args.learning_rate)
+        self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
+        self.host_network, self.is_stale = torch.zeros(len(self.q_network), pin_memory=device.type == "cuda"), True
+        layers = [layer.numpy().T for layer in self.q_module.split(self.host_network)]
+        # Biases as rows, which NumPy need not broadcast to a single environment's
+        self.host_layers = [(weight, bias[None]) for weight, bias in zip(layers[::2], layers[1::2], strict=True)]
+
+    def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:
+        """The value of each action; [B, observation_dim] -> [B, actions]."""
+        return self.q_module(network, observation)
+
+    def act(self, observation: np.ndarray) -> list[int]:
+        """Greedy actions; [num_envs, observation_dim] -> [num_envs]."""
+        if self.is_stale:
+            self.host_network.copy_(self.q_network)
+            self.is_stale = False
+        # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
+        *hidden, (weight, bias) = self.host_layers
+        for hidden_weight, hidden_bias in hidden:
+            observation = np.maximum(observation.dot(hidden_weight) + hidden_bias, 0)
+        return (observation.dot(weight) + bias).argmax(1).tolist()
+
+    def learn(self) -> None:
+        """Stores what was sent, and makes an update."""
+        self.buffer.write()
+        self.buffer.pick(self.buffer.draw())
+        self.update(self.buffer.sample())
+
+    def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean squared temporal-difference error (algorithm 1), and the mean value of the batch's actions."""
+        with torch.no_grad():
+            next_value = self.q_values(self.target_network, batch["next_observation"]).max(1).values
+            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+        q = self.q_values(q_network, batch["observation"]).gather(1, batch["action"][:, None].long()).squeeze(1)
+        return (q - target).square().mean(), q.mean()
+
+    def update(self, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser."""
+        gradient, (loss, q_value) = torch.func.grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
+        self.optimizer.step(self.q_network, gradient)
+        self.losses["td_loss"].copy_(loss.detach())
+        self.losses["q_value"].copy_(q_value.detach())
+
+    @torch.no_grad()
+    def update_target(self) -> None:
+        self.target_network.lerp_(self.q_network, self.args.tau)
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    check_replay(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # a network this small is slower on several
+    envs = make_environments(args)
+    check_discrete_spaces(args, envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    with room_for(args):
+        buffer = ReplayRing(args, envs[0], device)
+        agent = CompiledDQNAgent(args, envs[0], device, buffer)
+    actions = range(int(envs[0].action_space.n))
+    announce_replay(args, buffer, device)
+
+    with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
+        for env in envs:
+            stack.enter_context(env)  # which closes it in the end
+        # Compilation and capture: a full graph of the update, in place: capture would copy arguments and results
+        if args.compile:
+            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
+            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
+            agent.learn = torch.compile(agent.learn, fullgraph=True, options=options)
+        if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
+            agent.learn = CudaGraphModule(agent.learn, warmup=3)
+        if args.compile or args.cudagraphs:
+            warm_up([agent.learn], agent, run)
+
+        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        duration = args.exploration_fraction * args.total_timesteps
+        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
+        while run.global_step < args.total_timesteps:
+            # Act: at random with probability ε, else greedily
+            epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
+            action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
+            if None in action:
+                greedy = agent.act(observation)
+                action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
+
+            # Step and store; where an episode has ended, the next one begins
+            for i, env in enumerate(envs):
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
+                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            run.step(rewards, terminated, truncated)
+
+            # Learn; transitions go to the device together, before an update
+            updates = times_due(run.global_step, args.num_envs, args.train_frequency)
+            if updates:
+                buffer.upload()
+            if run.global_step > learning_starts:
+                for _ in range(updates):
+                    agent.learn()
+                    agent.is_stale = True
+                    run.updates += 1
+                for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):
+                    agent.update_target()
+            elif updates:
+                buffer.write()
+            run.end_step(agent.losses, learning_rate=args.learning_rate, epsilon=epsilon)
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 
@@ -478,33 +870,6 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
             fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
 
 
-# ---- Environments ----
-def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made."""
-    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
-    if importlib.util.find_spec("mujoco") is not None:
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda message: None)
-    sys.path.append(os.getcwd())  # for a `module:Id`
-    try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id.rpartition(":")[2] in gym.registry
-        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-
-
-def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
-    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
-    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
-        env.action_space.seed(action_seed)
-    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
-
-
 def check_discrete_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
     observations, actions = env.observation_space, env.action_space
@@ -512,371 +877,6 @@ def check_discrete_spaces(args: Args, env: gym.Env) -> None:
         fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
-
-
-# ---- Networks ----
-class DiscreteQNetwork(nn.Module):
-    """The value of every action; [B, observation_dim] -> [B, actions]."""
-
-    def __init__(self, observation_dim: int, actions: int):
-        super().__init__()
-        self.fc1 = nn.Linear(observation_dim, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, actions)
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(observation)))))
-
-
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
-    return end if step >= duration else start + (end - start) * step / duration
-
-
-def times_due(step: int, num_envs: int, frequency: int) -> int:
-    """How many multiples of `frequency` the last `num_envs` steps have reached, up to and with `step`."""
-    return step // frequency - (step - num_envs) // frequency
-
-
-# ---- Host and device ----
-def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return host, host.to(device)
-
-
-# ---- Replay ----
-class ReplayRing:
-    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
-
-    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
-    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
-    bootstrapped from where it leads.
-
-    The host stages transitions, `send` sends them in one copy, and `write` puts them in place. What `send`, `write`,
-    `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
-    """
-
-    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
-        self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
-        frequency = getattr(args, "train_frequency", 1)
-        most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
-        self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
-        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
-        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
-        self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
-        self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
-        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
-
-        space, action_shape = env.observation_space, env.action_space.shape
-        observation_dim = space.shape[0]
-        is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
-        dtype = torch.uint8 if is_uint8 else torch.float32
-        self.fields = TensorDict(
-            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
-            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
-            action=torch.zeros(self.rows, *action_shape, device=device),
-            reward=torch.zeros(self.rows, device=device),
-        )
-        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
-        self.turn = torch.zeros(1, dtype=torch.long, device=device)
-
-        # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
-        # slots, the oldest that may be drawn, and how many there are
-        self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
-        self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
-        observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
-        self.bounds = integers.view(np.int32)[:, 3:]
-        self.sent = torch.get_device_module(device).Event()
-        self.nbytes = sum(field.nbytes for field in self.fields.values())
-        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
-
-    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
-        """Stages a transition; the environments take turns."""
-        if self.filled == 0:
-            self.sent.synchronize()  # only then may what was sent be overwritten
-        i = self.added % len(self.arrived)
-        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
-        next_slot = slot if terminated else self.take_slot()
-        self.arrived[i] = None if terminated or truncated else next_slot
-        self.owners[slot] = self.added
-        places = (self.added % self.rows, slot, next_slot)
-        transition = (observation, observation if terminated else next_observation, action, reward, places)
-        for column, value in zip(self.columns, transition, strict=True):
-            column[self.filled] = value
-        self.filled, self.added = self.filled + 1, self.added + 1
-
-    def take_slot(self) -> int:
-        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
-        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
-        self.taken += 1
-        return (self.taken - 1) % self.slots
-
-    def complete(self) -> None:
-        """Completes the staged rows, with the last of them in place of those that are missing."""
-        if self.filled < len(self.staged):
-            for column in self.columns:
-                column[self.filled :] = column[self.filled - 1]
-        self.bounds[:] = self.oldest, self.added
-        self.filled = 0
-
-    def send(self) -> None:
-        """Sends the staged rows to the device."""
-        self.incoming.copy_(self.staged, non_blocking=True)
-
-    def upload(self) -> None:
-        """Completes the staged rows, sends them, and lets `add` wait until they have left."""
-        self.complete()
-        self.send()
-        self.sent.record()
-
-    def write(self) -> None:
-        """Puts the rows that were sent into the ring; a second call changes nothing."""
-        observations, action, reward, integers = self.incoming.split(self.widths, 1)
-        row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
-        seen, actions = self.fields["observation"], self.fields["action"]
-        seen[slots.flatten().long()] = observations.reshape(slots.numel(), -1).to(seen.dtype)
-        actions[row] = action.view(-1, *actions.shape[1:])
-        self.fields["reward"][row] = reward.squeeze(1)
-        self.fields["slots"][row] = slots
-
-    def draw(self, coming: int = 0) -> torch.Tensor:
-        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
-
-        The newest transition's age is then 0.
-        """
-        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
-        count = (newest + coming - oldest).clamp(1, self.capacity)
-        return torch.randint(2**62, self.drawn.shape, device=self.device) % count
-
-    def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
-        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
-        self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
-        self.turn.zero_()
-
-    def sample(self) -> dict[str, torch.Tensor]:
-        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
-        number = self.drawn.index_select(0, self.turn).squeeze(0)
-        self.turn.add_(1).remainder_(len(self.drawn))
-        return self.gather(number)
-
-    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
-        row = number % self.rows
-        slots = self.fields["slots"][row].long()
-        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
-        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
-        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
-
-    def state_dict(self) -> dict:
-        """What is in it, for a checkpoint."""
-        if self.filled:
-            self.complete()
-        self.send()
-        self.write()
-        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
-        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
-        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
-        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
-        for name, field in self.fields.items():
-            field[: len(state[name])] = state[name]
-        for rows in (self.staged, self.incoming):
-            rows.copy_(state["incoming"])
-        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
-        self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
-        if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
-            self.taken = self.slots + self.taken % len(state["owners"])
-
-
-# ---- For compilation and capture ----
-class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
-        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
-        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
-        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
-            layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-            )
-
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
-        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
-
-    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
-
-
-class Adam(nn.Module):
-    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
-
-    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
-        super().__init__()
-        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
-        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
-        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
-
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.powers.mul_(self.betas)
-        first_correction, second_correction = (1 - self.powers).unbind()
-        self.first_moment.lerp_(gradient, 1 - 0.9)
-        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
-        deviation = (self.second_moment / second_correction).sqrt() + self.eps
-        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
-
-
-def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
-    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
-    devices = [run.device] if run.device.type == "cuda" else []
-    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
-    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
-        for step in 5 * steps:
-            step()
-    agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
-    run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
-
-
-# ---- Agent ----
-class CompiledDQNAgent(nn.Module):
-    """The network, its target, its optimiser, and the update on them."""
-
-    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
-        super().__init__()
-        self.args, self.device, self.buffer = args, device, buffer
-        observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
-        self.q_module = FlatModule(DiscreteQNetwork(observation_dim, actions))
-        self.q_network = nn.Buffer(self.q_module.initial.to(device))
-        self.target_network = copy.deepcopy(self.q_network)
-        self.optimizer = Adam(self.q_network, args.learning_rate)
-        self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
-        self.host_network, self.is_stale = torch.zeros(len(self.q_network), pin_memory=device.type == "cuda"), True
-        layers = [layer.numpy().T for layer in self.q_module.split(self.host_network)]
-        # Biases as rows, which NumPy need not broadcast to a single environment's
-        self.host_layers = [(weight, bias[None]) for weight, bias in zip(layers[::2], layers[1::2], strict=True)]
-
-    def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:
-        """The value of each action; [B, observation_dim] -> [B, actions]."""
-        return self.q_module(network, observation)
-
-    def act(self, observation: np.ndarray) -> list[int]:
-        """Greedy actions; [num_envs, observation_dim] -> [num_envs]."""
-        if self.is_stale:
-            self.host_network.copy_(self.q_network)
-            self.is_stale = False
-        # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
-        *hidden, (weight, bias) = self.host_layers
-        for hidden_weight, hidden_bias in hidden:
-            observation = np.maximum(observation.dot(hidden_weight) + hidden_bias, 0)
-        return (observation.dot(weight) + bias).argmax(1).tolist()
-
-    def learn(self) -> None:
-        """Stores what was sent, and makes an update."""
-        self.buffer.write()
-        self.buffer.pick(self.buffer.draw())
-        self.update(self.buffer.sample())
-
-    def td_loss(self, q_network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean squared temporal-difference error (algorithm 1), and the mean value of the batch's actions."""
-        with torch.no_grad():
-            next_value = self.q_values(self.target_network, batch["next_observation"]).max(1).values
-            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
-        q = self.q_values(q_network, batch["observation"]).gather(1, batch["action"][:, None].long()).squeeze(1)
-        return (q - target).square().mean(), q.mean()
-
-    def update(self, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the optimiser."""
-        gradient, (loss, q_value) = torch.func.grad_and_value(self.td_loss, has_aux=True)(self.q_network, batch)
-        self.optimizer.step(self.q_network, gradient)
-        self.losses["td_loss"].copy_(loss.detach())
-        self.losses["q_value"].copy_(q_value.detach())
-
-    @torch.no_grad()
-    def update_target(self) -> None:
-        self.target_network.lerp_(self.q_network, self.args.tau)
-
-
-def main(args: Args) -> None:
-    check_args(args)
-    check_replay(args)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(1)  # a network this small is slower on several
-    envs = make_environments(args)
-    check_discrete_spaces(args, envs[0])
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    with room_for(args):
-        buffer = ReplayRing(args, envs[0], device)
-        agent = CompiledDQNAgent(args, envs[0], device, buffer)
-    actions = range(int(envs[0].action_space.n))
-    announce_replay(args, buffer, device)
-
-    with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
-        for env in envs:
-            stack.enter_context(env)  # which closes it in the end
-        # Compilation and capture: a full graph of the update, in place: capture would copy arguments and results
-        if args.compile:
-            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
-            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
-            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
-            agent.learn = torch.compile(agent.learn, fullgraph=True, options=options)
-        if args.cudagraphs:
-            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
-            agent.learn = CudaGraphModule(agent.learn, warmup=3)
-        if args.compile or args.cudagraphs:
-            warm_up([agent.learn], agent, run)
-
-        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
-        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        duration = args.exploration_fraction * args.total_timesteps
-        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
-        while run.global_step < args.total_timesteps:
-            # Act: at random with probability ε, else greedily
-            epsilon = linear_schedule(args.start_e, args.end_e, duration, run.global_step)
-            action = [random.choice(actions) if random.random() < epsilon else None for _ in envs]
-            if None in action:
-                greedy = agent.act(observation)
-                action = [best if chosen is None else chosen for best, chosen in zip(greedy, action, strict=True)]
-
-            # Step and store; where an episode has ended, the next one begins
-            for i, env in enumerate(envs):
-                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
-                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            run.step(rewards, terminated, truncated)
-
-            # Learn; transitions go to the device together, before an update
-            updates = times_due(run.global_step, args.num_envs, args.train_frequency)
-            if updates:
-                buffer.upload()
-            if run.global_step > learning_starts:
-                for _ in range(updates):
-                    agent.learn()
-                    agent.is_stale = True
-                    run.updates += 1
-                for _ in range(times_due(run.global_step, args.num_envs, args.target_network_frequency)):
-                    agent.update_target()
-            elif updates:
-                buffer.write()
-            run.end_step(agent.losses, learning_rate=args.learning_rate, epsilon=epsilon)
 
 
 if __name__ == "__main__":

@@ -145,345 +145,6 @@ class Args:
     """capture the steps in CUDA graphs"""
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
-LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 12
-
-
-def fail(flag: str, value: object, allowed: str) -> NoReturn:
-    """Ends the program with one line on stderr and exit status 2."""
-    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
-    sys.exit(2)
-
-
-def check_args(args: Args) -> None:
-    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
-    for argument in fields(args):
-        value = getattr(args, argument.name)
-        ranges = [getattr(kind, "__metadata__", ()) for kind in (argument.type, *get_args(argument.type))]
-        for allowed, low, high in sum(ranges, ()):
-            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
-                fail(argument.name, value, allowed)
-    for name in ("cudagraphs", "tf32"):
-        if getattr(args, name, False) and not (args.cuda and torch.cuda.is_available()):
-            fail(name, True, "needs a CUDA device and --cuda")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("track", True, "needs the wandb package: pip install wandb")
-
-
-def stored_args() -> Args:
-    """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            folder = tyro.cli(Args).resume
-    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
-        if said.getvalue():
-            _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
-            print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
-        raise
-    try:
-        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
-        if config.get("script", Path(__file__).stem) != Path(__file__).stem:
-            raise ValueError(f"it is of the script {config['script']}")
-        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
-        for name, value in vars(args).items():
-            kind = type(getattr(Args, name))
-            if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
-                raise ValueError(f"its config.json has {name} {value!r}")
-        return args
-    except (OSError, ValueError, AttributeError) as error:
-        fail("resume", folder, f"must be the folder of a run ({error})")
-
-
-@contextlib.contextmanager
-def room_for(args: Args) -> Iterator[None]:
-    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not re.search("allocate|overflow|out of memory", str(error)):
-            raise
-        sizes = [argument for argument in fields(args) if argument.type == Count and argument.name != "total_timesteps"]
-        name = max(sizes, key=lambda size: getattr(args, size.name) / size.default).name
-        fail(name, getattr(args, name), "must be smaller, as there is not enough memory")
-
-
-def replace_file(path: Path, content: Mapping) -> None:
-    """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with open(beside, "wb") as file:
-            if path.suffix == ".pt":
-                torch.save(content, file)
-            else:
-                file.write(f"{json.dumps(content, indent=2)}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-class Run(contextlib.AbstractContextManager):
-    """A run's folder with its files, its progress bar, and its last lines, however it ends.
-
-    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
-    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after the first update.
-    """
-
-    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
-
-    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed = None
-        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
-        self.warmup_seconds, self.wall_seconds = 0.0, 0.0
-        self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
-        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
-        self.about = {"script": Path(__file__).stem, "device": str(device), "device_name": name}
-        self.about["threads"] = torch.get_num_threads()
-        self.about["versions"] = versions = {"python": platform.python_version()}
-        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
-            versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
-        # All that has a state: the agent, what of it is no module, and the replay if it is kept
-        parts = {**vars(agent), "agent": agent, "buffer": getattr(args, "save_replay", False) and buffer}
-        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
-        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
-        self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
-        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates
-        self.last_log = (self.global_step, time.perf_counter())
-        self.start = self.last_log[1] - self.wall_seconds
-        if args.track:
-            import wandb
-
-            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
-            name = self.folder.resolve().name
-            try:
-                self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
-            except wandb.errors.Error as error:
-                if args.resume is None:
-                    shutil.rmtree(self.folder)
-                fail("track", True, f"wandb can't start ({error})")
-        about = {"total": args.total_timesteps, "initial": self.global_step, "unit": "step"}
-        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
-        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def make_folder(self) -> Path:
-        """A new folder, with config.json and empty files of metrics and episodes."""
-        stem = [re.sub(r"[^\w.-]+", "-", self.args.env_id), Path(__file__).stem, *self.flags, str(self.args.seed)]
-        folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            if not os.path.isdir(folder):
-                fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-            time.sleep(1)  # another run began within this second
-            return self.make_folder()
-        try:
-            replace_file(folder / "config.json", vars(self.args) | self.about)
-            self.open_files(folder, "w")
-        except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
-            fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-        return folder
-
-    def open_files(self, folder: Path, mode: str) -> None:
-        """Opens the files of metrics and episodes; raises BlockingIOError if another run has them open."""
-        self.files = [open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")]
-        try:
-            fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError("in use by another run") from None
-        except OSError:
-            pass  # some network disks know no locks
-
-    def reopen_folder(self) -> Path:
-        """The folder `args.resume`, all as at its checkpoint; if that can't be, exit status 2 with nothing changed."""
-        args, folder = vars(self.args), Path(self.args.resume)
-        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
-        try:
-            self.open_files(folder, "r+")
-            checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-            if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
-                raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
-            if (found := (checkpoint["format"], checkpoint["script"])) != (CHECKPOINT_FORMAT, Path(__file__).stem):
-                raise ValueError(f"it is of format {found[0]} and of the script {found[1]}")
-            for name, before in checkpoint["args"].items():
-                may_grow = name == "total_timesteps" and args[name] >= before
-                if args[name] != before and not may_grow and name not in ("resume", "ray_address", "actor_timeout"):
-                    least = "at least " if name == "total_timesteps" else ""
-                    fail(name, args[name], f"must be {least}{before}, as in {folder}")
-            vars(self).update({name: checkpoint["run"][name] for name in self.saved})
-            for name, part in self.parts.items():
-                part.load_state_dict(checkpoint["parts"][name])
-            for set_state, state in zip(setters, checkpoint["random"]):
-                set_state(state)
-            for file, end in zip(self.files, self.ends, strict=True):
-                if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-                    raise ValueError(f"{Path(file.name).name} is not what it was at the checkpoint")
-        except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-            reason = str(error).partition("\n")[0] or repr(error)
-            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
-        if self.global_step >= self.args.total_timesteps:
-            fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")
-        try:
-            (folder / "checkpoint.pt.new").unlink(missing_ok=True)  # of a run that was killed
-            replace_file(folder / "config.json", args | self.about | {"resume": None})
-        except OSError as error:
-            fail("resume", folder, f"must be a folder that can be written to ({error.strerror})")
-        for file, end in zip(self.files, self.ends, strict=True):
-            file.seek(end)
-            file.truncate()
-        self.resumed_at.append(self.global_step)
-        (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
-        return folder
-
-    def interrupt(self, number: int, _frame) -> None:
-        """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
-        self.stop = self.stop or (number, time.perf_counter())
-        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
-            self.is_cut = True  # compiled code and torch.save make errors of their own of a KeyboardInterrupt
-            raise KeyboardInterrupt
-
-    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
-        """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
-        self.global_step += len(rewards)
-        returns, lengths, lines = self.returns, self.lengths, []
-        env_ids = range(len(rewards)) if env_ids is None else env_ids
-        for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
-            returns[i] += float(reward)
-            lengths[i] += 1
-            if is_terminated or is_truncated:
-                total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
-                line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
-                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
-                self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
-                returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
-        if lines:
-            self.files[1].write("".join(lines))
-
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
-        """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
-        step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
-        if self.window is None and self.updates > self.updates_before:
-            self.learned_at = self.learned_at or step
-            burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
-            self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
-                self.closed, self.updates_measured = self.window, self.updates
-        elif self.closed and self.updates > self.updates_measured:
-            self.closed, self.updates_measured = (step, self.now()), self.updates
-        if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
-            self.log(losses, values)
-        if save_every and step // save_every > self.last_step // save_every:
-            self.save()
-        self.last_step = step
-        if self.stop is not None:
-            raise KeyboardInterrupt
-
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                sys.exit(f"error: {name} is {loss} at step {self.global_step}")
-        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
-        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
-        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
-        line |= {**self.means(), **losses, **values}
-        self.files[0].write(json.dumps(line) + "\n")
-        if self.args.track:
-            self.tracked.log(line, step=self.global_step)
-        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
-        self.bar.update(self.global_step - self.bar.n)
-
-    def save(self) -> None:
-        """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
-        self.wall_seconds = time.perf_counter() - self.start
-        kind, keys, *rest = np.random.get_state()
-        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "args": vars(self.args)}
-        checkpoint["random"] = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
-        checkpoint["random"] += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
-        try:
-            self.ends = [file.tell() for file in self.files]
-            for file in self.files:
-                os.fsync(file.fileno())
-            checkpoint["run"] = {name: getattr(self, name) for name in self.saved}
-            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
-            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
-            if not all(math.isfinite(n) if isinstance(n, float) else n.isfinite().all() for n in numbers):
-                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
-            replace_file(self.folder / "checkpoint.pt", checkpoint)
-        except (OSError, RuntimeError, ArithmeticError) as error:
-            if not self.is_cut:
-                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
-
-    def means(self) -> dict[str, float | None]:
-        """Mean return and length of the last 100 episodes; None while there is none."""
-        means = [round(sum(column) / len(column), 4) for column in zip(*self.recent)] or (None, None)
-        return {"episode_return": means[0], "episode_length": means[1]}
-
-    def now(self) -> float:
-        """Seconds on a clock that is read when the device has done its work."""
-        torch.get_device_module(self.device).synchronize()
-        return time.perf_counter()
-
-    def __exit__(self, kind, error, traceback) -> None:
-        for number in self.handlers:
-            signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
-        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
-        end = time.perf_counter() if status == "failed" else self.now()
-        first_step, opened = self.window or (self.global_step, end)
-        last_step, closed = self.closed or (self.global_step, end)
-        fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
-        summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
-        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
-        summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
-        summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
-        if self.global_step > self.first_step and not self.is_cut:
-            self.save()
-        self.bar.close()
-        with contextlib.suppress(OSError):  # a full disk
-            replace_file(self.folder / "summary.json", summary | {"status": status})
-            for file in self.files:
-                file.close()
-        if status == "finished" and self.updates == self.updates_before:
-            steps = self.global_step - self.first_step
-            print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
-        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{fps or 'unmeasured'} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
-        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if status == "interrupted":
-            sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is SystemExit and not error.code:  # an environment may want to end the program
-            sys.exit(f"error: {error!r}")
-
-
-def check_ray(args: Args) -> None:
-    """Ends the program with exit status 2 if it can't have the actors that are asked for."""
-    if args.num_actors and importlib.util.find_spec("ray") is None:
-        fail("num_actors", args.num_actors, "needs the ray package: pip install ray")
-    if args.ray_address is not None and not args.num_actors:
-        fail("ray_address", args.ray_address, "needs --num-actors of at least 1")
-    if args.max_lag < (least := 4 * args.num_actors // args.batch_fragments):  # twice what is usual
-        fail("max_lag", args.max_lag, f"must be at least {least} with so many actors")
-    # With torch a process has 150 MB of its own, or more
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 150_000_000
-    if not args.ray_address and args.num_actors > most:
-        fail("num_actors", args.num_actors, f"must be at most {most} in the memory of this machine")
-
-
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
     """The environments; ends the program with exit status 2 if they can't be made."""
@@ -509,15 +170,6 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
     return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
-
-
-def check_discrete_spaces(args: Args, env: gym.Env) -> None:
-    """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
-    observations, actions = env.observation_space, env.action_space
-    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
-        fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
-    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
 
 
 def is_atari(env_id: str) -> bool:
@@ -785,7 +437,7 @@ class Adam(nn.Module):
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
 
 
-def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
+def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
     """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
     started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
@@ -1142,7 +794,7 @@ class Fleet:
     about (2 A - 1) / --batch-fragments. One of more than --max-lag beyond --forced-lag counts as lost.
     """
 
-    def __init__(self, args: Args, run: Run, ledger: Ledger, make_envs: Callable, build: Callable, act: Callable):
+    def __init__(self, args: Args, run: "Run", ledger: Ledger, make_envs: Callable, build: Callable, act: Callable):
         self.args, self.run, self.ledger, self.recipe = args, run, ledger, (args, make_envs, build, act)
         self.version, self.published = -1, collections.deque(maxlen=args.forced_lag + 1)
         self.lags = collections.deque(maxlen=args.batch_fragments)  # of the newest fragments
@@ -1520,6 +1172,354 @@ def main(args: Args) -> None:
             # Send the new weights out
             fleet.publish(agent.weights())
             run.end_step(agent.losses, learning_rate=learning_rate, **lags)
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
+CHECKPOINT_FORMAT = 12
+
+
+def fail(flag: str, value: object, allowed: str) -> NoReturn:
+    """Ends the program with one line on stderr and exit status 2."""
+    print(*f"error: --{flag.replace('_', '-')} {value}: {allowed}".split(), file=sys.stderr)
+    sys.exit(2)
+
+
+def check_args(args: Args) -> None:
+    """Ends the program with exit status 2 if a number is out of its range or a flag can't be honoured."""
+    for argument in fields(args):
+        value = getattr(args, argument.name)
+        ranges = [getattr(kind, "__metadata__", ()) for kind in (argument.type, *get_args(argument.type))]
+        for allowed, low, high in sum(ranges, ()):
+            if value is not None and not (isinstance(value, int | float) and low <= value <= high):
+                fail(argument.name, value, allowed)
+    for name in ("cudagraphs", "tf32"):
+        if getattr(args, name, False) and not (args.cuda and torch.cuda.is_available()):
+            fail(name, True, "needs a CUDA device and --cuda")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("track", True, "needs the wandb package: pip install wandb")
+
+
+def stored_args() -> Args:
+    """The command line's defaults: with --resume the arguments of that run, else those of `Args`."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            folder = tyro.cli(Args).resume
+    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
+        if said.getvalue():
+            _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
+            print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
+        raise
+    try:
+        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
+        if config.get("script", Path(__file__).stem) != Path(__file__).stem:
+            raise ValueError(f"it is of the script {config['script']}")
+        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
+        for name, value in vars(args).items():
+            kind = type(getattr(Args, name))
+            if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
+                raise ValueError(f"its config.json has {name} {value!r}")
+        return args
+    except (OSError, ValueError, AttributeError) as error:
+        fail("resume", folder, f"must be the folder of a run ({error})")
+
+
+@contextlib.contextmanager
+def room_for(args: Args) -> Iterator[None]:
+    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not re.search("allocate|overflow|out of memory", str(error)):
+            raise
+        sizes = [argument for argument in fields(args) if argument.type == Count and argument.name != "total_timesteps"]
+        name = max(sizes, key=lambda size: getattr(args, size.name) / size.default).name
+        fail(name, getattr(args, name), "must be smaller, as there is not enough memory")
+
+
+def replace_file(path: Path, content: Mapping) -> None:
+    """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with open(beside, "wb") as file:
+            if path.suffix == ".pt":
+                torch.save(content, file)
+            else:
+                file.write(f"{json.dumps(content, indent=2)}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class Run(contextlib.AbstractContextManager):
+    """A run's folder with its files, its progress bar, and its last lines, however it ends.
+
+    metrics.jsonl has a line every `LOG_EVERY` steps (returns and lengths are means of the last 100 episodes) and
+    episodes.jsonl one an episode; fps counts from `args.measure_burnin` steps after the first update.
+    """
+
+    saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
+
+    def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
+        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
+        self.closed = None
+        self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
+        self.warmup_seconds, self.wall_seconds = 0.0, 0.0
+        self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
+        names = re.findall("model name\t: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else (*names, platform.machine())[0]
+        self.about = {"script": Path(__file__).stem, "device": str(device), "device_name": name}
+        self.about["threads"] = torch.get_num_threads()
+        self.about["versions"] = versions = {"python": platform.python_version()}
+        for package in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "ray"):
+            versions[package] = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+        # All that has a state: the agent, what of it is no module, and the replay if it is kept
+        parts = {**vars(agent), "agent": agent, "buffer": getattr(args, "save_replay", False) and buffer}
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
+        self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
+        self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
+        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
+        self.updates_before = self.updates
+        self.last_log = (self.global_step, time.perf_counter())
+        self.start = self.last_log[1] - self.wall_seconds
+        if args.track:
+            import wandb
+
+            about = {"project": args.wandb_project, "entity": args.wandb_entity, "config": vars(args)}
+            name = self.folder.resolve().name
+            try:
+                self.tracked = wandb.init(**about, id=name, name=name, dir=str(self.folder), resume="allow")
+            except wandb.errors.Error as error:
+                if args.resume is None:
+                    shutil.rmtree(self.folder)
+                fail("track", True, f"wandb can't start ({error})")
+        about = {"total": args.total_timesteps, "initial": self.global_step, "unit": "step"}
+        self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def make_folder(self) -> Path:
+        """A new folder, with config.json and empty files of metrics and episodes."""
+        stem = [re.sub(r"[^\w.-]+", "-", self.args.env_id), Path(__file__).stem, *self.flags, str(self.args.seed)]
+        folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            if not os.path.isdir(folder):
+                fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+            time.sleep(1)  # another run began within this second
+            return self.make_folder()
+        try:
+            replace_file(folder / "config.json", vars(self.args) | self.about)
+            self.open_files(folder, "w")
+        except OSError as error:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
+        return folder
+
+    def open_files(self, folder: Path, mode: str) -> None:
+        """Opens the files of metrics and episodes; raises BlockingIOError if another run has them open."""
+        self.files = [open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")]
+        try:
+            fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError("in use by another run") from None
+        except OSError:
+            pass  # some network disks know no locks
+
+    def reopen_folder(self) -> Path:
+        """The folder `args.resume`, all as at its checkpoint; if that can't be, exit status 2 with nothing changed."""
+        args, folder = vars(self.args), Path(self.args.resume)
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+        try:
+            self.open_files(folder, "r+")
+            checkpoint = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if damaged := zipfile.ZipFile(folder / "checkpoint.pt").testzip():
+                raise ValueError(f"{damaged} in its checkpoint.pt is damaged")
+            if (found := (checkpoint["format"], checkpoint["script"])) != (CHECKPOINT_FORMAT, Path(__file__).stem):
+                raise ValueError(f"it is of format {found[0]} and of the script {found[1]}")
+            for name, before in checkpoint["args"].items():
+                may_grow = name == "total_timesteps" and args[name] >= before
+                if args[name] != before and not may_grow and name not in ("resume", "ray_address", "actor_timeout"):
+                    least = "at least " if name == "total_timesteps" else ""
+                    fail(name, args[name], f"must be {least}{before}, as in {folder}")
+            vars(self).update({name: checkpoint["run"][name] for name in self.saved})
+            for name, part in self.parts.items():
+                part.load_state_dict(checkpoint["parts"][name])
+            for set_state, state in zip(setters, checkpoint["random"]):
+                set_state(state)
+            for file, end in zip(self.files, self.ends, strict=True):
+                if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                    raise ValueError(f"{Path(file.name).name} is not what it was at the checkpoint")
+        except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
+            reason = str(error).partition("\n")[0] or repr(error)
+            fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
+        if self.global_step >= self.args.total_timesteps:
+            fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")
+        try:
+            (folder / "checkpoint.pt.new").unlink(missing_ok=True)  # of a run that was killed
+            replace_file(folder / "config.json", args | self.about | {"resume": None})
+        except OSError as error:
+            fail("resume", folder, f"must be a folder that can be written to ({error.strerror})")
+        for file, end in zip(self.files, self.ends, strict=True):
+            file.seek(end)
+            file.truncate()
+        self.resumed_at.append(self.global_step)
+        (folder / "summary.json").unlink(missing_ok=True)  # it speaks of a run that had ended
+        return folder
+
+    def interrupt(self, number: int, _frame) -> None:
+        """Ends the run after this step; at once if there is none yet, or if asked again more than a second later."""
+        self.stop = self.stop or (number, time.perf_counter())
+        if self.global_step == self.first_step or time.perf_counter() - self.stop[1] > 1:
+            self.is_cut = True  # compiled code and torch.save make errors of their own of a KeyboardInterrupt
+            raise KeyboardInterrupt
+
+    def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
+        """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
+        self.global_step += len(rewards)
+        returns, lengths, lines = self.returns, self.lengths, []
+        env_ids = range(len(rewards)) if env_ids is None else env_ids
+        for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
+            returns[i] += float(reward)
+            lengths[i] += 1
+            if is_terminated or is_truncated:
+                total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
+                line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
+                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
+                returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
+        if lines:
+            self.files[1].write("".join(lines))
+
+    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
+        """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
+        step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
+        if self.window is None and self.updates > self.updates_before:
+            self.learned_at = self.learned_at or step
+            burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
+            self.window = (step, self.now()) if step >= self.learned_at + burnin else None
+            if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
+                self.closed, self.updates_measured = self.window, self.updates
+        elif self.closed and self.updates > self.updates_measured:
+            self.closed, self.updates_measured = (step, self.now()), self.updates
+        if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
+            self.log(losses, values)
+        if save_every and step // save_every > self.last_step // save_every:
+            self.save()
+        self.last_step = step
+        if self.stop is not None:
+            raise KeyboardInterrupt
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+        """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
+        losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                sys.exit(f"error: {name} is {loss} at step {self.global_step}")
+        (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
+        fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
+        line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
+        line |= {**self.means(), **losses, **values}
+        self.files[0].write(json.dumps(line) + "\n")
+        if self.args.track:
+            self.tracked.log(line, step=self.global_step)
+        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def save(self) -> None:
+        """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
+        self.wall_seconds = time.perf_counter() - self.start
+        kind, keys, *rest = np.random.get_state()
+        checkpoint = {"format": CHECKPOINT_FORMAT, "script": Path(__file__).stem, "args": vars(self.args)}
+        checkpoint["random"] = [random.getstate(), (kind, keys.tolist(), *rest), torch.get_rng_state()]
+        checkpoint["random"] += [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        try:
+            self.ends = [file.tell() for file in self.files]
+            for file in self.files:
+                os.fsync(file.fileno())
+            checkpoint["run"] = {name: getattr(self, name) for name in self.saved}
+            checkpoint["parts"] = {name: part.state_dict() for name, part in self.parts.items()}
+            numbers = [leaf for leaf in tree_leaves(checkpoint["parts"]) if isinstance(leaf, float | torch.Tensor)]
+            if not all(math.isfinite(n) if isinstance(n, float) else n.isfinite().all() for n in numbers):
+                raise ArithmeticError("a parameter, or what else it would hold, is not finite")
+            replace_file(self.folder / "checkpoint.pt", checkpoint)
+        except (OSError, RuntimeError, ArithmeticError) as error:
+            if not self.is_cut:
+                self.bar.write(f"no checkpoint at step {self.global_step}: {error}", file=sys.stderr)
+
+    def means(self) -> dict[str, float | None]:
+        """Mean return and length of the last 100 episodes; None while there is none."""
+        means = [round(sum(column) / len(column), 4) for column in zip(*self.recent)] or (None, None)
+        return {"episode_return": means[0], "episode_length": means[1]}
+
+    def now(self) -> float:
+        """Seconds on a clock that is read when the device has done its work."""
+        torch.get_device_module(self.device).synchronize()
+        return time.perf_counter()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # nothing may cost the summary
+        status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
+        end = time.perf_counter() if status == "failed" else self.now()
+        first_step, opened = self.window or (self.global_step, end)
+        last_step, closed = self.closed or (self.global_step, end)
+        fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
+        summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
+        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
+        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
+        summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
+        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
+        if self.global_step > self.first_step and not self.is_cut:
+            self.save()
+        self.bar.close()
+        with contextlib.suppress(OSError):  # a full disk
+            replace_file(self.folder / "summary.json", summary | {"status": status})
+            for file in self.files:
+                file.close()
+        if status == "finished" and self.updates == self.updates_before:
+            steps = self.global_step - self.first_step
+            print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
+        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
+        print(f"{fps or 'unmeasured'} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
+        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if status == "interrupted":
+            sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
+        if kind is SystemExit and not error.code:  # an environment may want to end the program
+            sys.exit(f"error: {error!r}")
+
+
+def check_ray(args: Args) -> None:
+    """Ends the program with exit status 2 if it can't have the actors that are asked for."""
+    if args.num_actors and importlib.util.find_spec("ray") is None:
+        fail("num_actors", args.num_actors, "needs the ray package: pip install ray")
+    if args.ray_address is not None and not args.num_actors:
+        fail("ray_address", args.ray_address, "needs --num-actors of at least 1")
+    if args.max_lag < (least := 4 * args.num_actors // args.batch_fragments):  # twice what is usual
+        fail("max_lag", args.max_lag, f"must be at least {least} with so many actors")
+    # With torch a process has 150 MB of its own, or more
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 150_000_000
+    if not args.ray_address and args.num_actors > most:
+        fail("num_actors", args.num_actors, f"must be at most {most} in the memory of this machine")
+
+
+def check_discrete_spaces(args: Args, env: gym.Env) -> None:
+    """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
+    observations, actions = env.observation_space, env.action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
 
 
 if __name__ == "__main__":

@@ -118,7 +118,306 @@ class Args:
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+# ---- Environments ----
+def make_pool(env_id: str, seeds: Sequence[int]):
+    """EnvPool's emulators of an Atari game, one a seed; ends the program with exit status 2 if it has no such game.
+
+    To the agent each life is an episode, and rewards are cut to their sign; `info` has the game's own ends and rewards.
+    """
+    specs = envpool.registration.registry.specs.items()
+    games = [name for name, (module, *_) in specs if module == "envpool.atari"]
+    if env_id not in games:
+        nearest = ", ".join(difflib.get_close_matches(env_id, games, cutoff=0.4)) or "none"
+        fail("env_id", env_id, f"must be an Atari game of EnvPool's, such as Pong-v5; nearest names: {nearest}")
+    options = {"env_seed": list(seeds), "episodic_life": True, "reward_clip": True}
+    return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
+
+
+class Emulators:
+    """Games side by side, with numbers from `first` on. A step after an episode's end only resets: it is not valid."""
+
+    def __init__(self, env_id: str, seeds: Sequence[int], first: int):
+        self.pool, self.env_ids = make_pool(env_id, seeds), slice(first, first + len(seeds))
+        self.numbers = np.arange(first, first + len(seeds))
+        self.observation, _ = self.pool.reset()
+        self.valid = np.ones(len(seeds), bool)
+
+    def receive(self, rollout: Mapping[str, np.ndarray], t: int, run: "Run") -> None:
+        """Waits for the step whose actions were sent, and enters it in row `t` of the rollout; arrays of [T, N]."""
+        self.observation, rewards, terminated, truncated, info = self.pool.recv()
+        step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
+        for name, values in step.items():
+            rollout[name][t, self.env_ids] = values
+        game = (info["reward"], info["terminated"], truncated, self.numbers)
+        run.step(*(values[self.valid].tolist() for values in game))
+        self.valid = ~(terminated | truncated)
+
+
+def group_size(num_envs: int, device: torch.device) -> int:
+    """Half of the environments, so that one half emulates while the policy acts for the other.
+
+    All of them if their number is odd, and on a CPU, where emulation and policy compete for the same cores.
+    """
+    return num_envs // 2 if device.type == "cuda" and num_envs % 2 == 0 else num_envs
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class AtariActorCritic(nn.Module):
+    """Logits of the actions and the value of the state (network of Mnih et al. 2015); [B, 4, 84, 84] -> [B, A], [B]."""
+
+    def __init__(self, actions: int):
+        super().__init__()
+        gain = math.sqrt(2)
+        self.trunk = nn.Sequential(
+            orthogonal(nn.Conv2d(4, 32, 8, stride=4), gain),
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(32, 64, 4, stride=2), gain),
+            nn.ReLU(),
+            orthogonal(nn.Conv2d(64, 64, 3), gain),
+            nn.ReLU(),
+            nn.Flatten(),
+            orthogonal(nn.Linear(64 * 7 * 7, 512), gain),
+            nn.ReLU(),
+        )
+        self.actor, self.critic = orthogonal(nn.Linear(512, actions), 0.01), orthogonal(nn.Linear(512, 1), 1.0)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.trunk(observation / 255.0)
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Rollout ----
+class Rollout:
+    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
+
+    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
+        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
+        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
+        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
+
+    def upload(self) -> None:
+        """Sends the arrays to the device."""
+        for host, tensor in self.pairs.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
+# ---- Agent ----
+class AtariPPOAgent(nn.Module):
+    """The network, its optimiser, and the update on it. Groups of `group_size` environments take turns to act."""
+
+    def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
+        super().__init__()
+        self.args = args
+        names = ("reward", "terminated", "truncated", "valid")
+        self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
+        self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
+        # Of a group that acts: what it sees, and the first of the rollout's rows that this goes into
+        self.host_images, self.sent_images = mirrored(group_size, *FRAMES, device=device, dtype=torch.uint8)
+        self.host_row, self.row = mirrored(1, device=device, dtype=torch.long)
+        self.host_action, self.action = mirrored(group_size, device=device)
+        self.images, self.columns = torch.zeros_like(self.sent_images), torch.arange(group_size, device=device)
+        self.acted = torch.get_device_module(device).Event()
+        self.network = AtariActorCritic(actions).to(device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
+        size = args.num_steps * args.num_envs
+        names = ("action", "log_prob", "value", "advantage", "return")
+        self.batch = {name: torch.zeros(size, device=device) for name in names}
+        self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
+        self.batch["valid"] = self.rollout.tensors["valid"].flatten()
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
+
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the actions, and the value; [B, 4, 84, 84] -> [B, actions], [B]."""
+        return network(observation)
+
+    def observe(self, env_ids: slice, observation: np.ndarray) -> None:
+        """Sends the newest observations of these environments to the device; [group_size, 4, 84, 84]."""
+        self.host_observation[env_ids].numpy()[:] = observation
+        self.observation[env_ids].copy_(self.host_observation[env_ids], non_blocking=True)
+
+    def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
+        row = t * self.args.num_envs + env_ids.start
+        self.host_images.numpy()[:], self.host_row.numpy()[:] = observation, row
+        self.exchange()
+        self.acted.record()
+        # Here and not in `choose`, whose compiled kernel would look up the place anew for each byte
+        self.batch["observation"][row : row + len(self.images)] = self.images
+        self.acted.synchronize()
+        return self.host_action.numpy().copy()  # the other group's actions come into the same memory
+
+    def exchange(self) -> None:
+        """Sends what a group sees, acts, and fetches its actions."""
+        self.sent_images.copy_(self.host_images, non_blocking=True)
+        self.row.copy_(self.host_row, non_blocking=True)
+        self.images.copy_(self.sent_images)
+        self.choose()
+        self.host_action.copy_(self.action, non_blocking=True)
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Acts on `images`, and enters what it did in the rollout's rows from `row` on."""
+        logits, value = self.policy_and_value(self.network, self.images)
+        log_probs = F.log_softmax(logits, -1)
+        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
+        log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
+        self.action.copy_(action)
+        for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
+            self.batch[name][self.row + self.columns] = tensor
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
+
+        Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
+        in the row that only resets. A terminated one's is not used.
+        """
+        args, rollout = self.args, self.rollout.tensors
+        _, last_value = self.policy_and_value(self.network, self.observation)
+        value = self.batch["value"].view(args.num_steps, args.num_envs)
+        next_value = torch.cat([value[1:], last_value[None]])
+        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
+        for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
+            self.batch[name].copy_(estimate.flatten())
+
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [B, 4, 84, 84], [B] -> three of [B]."""
+        logits, value = self.policy_and_value(network, observation)
+        log_probs = F.log_softmax(logits, -1)
+        log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
+        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
+
+    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
+        args, valid = self.args, batch["valid"] > 0
+        names = ("advantage", "return", "log_prob", "value")
+        advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
+        count = valid.sum().clamp(min=1)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(valid, values, 0).sum() / count
+
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - old_log_prob
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = advantage - mean(advantage)
+            variance = mean(advantage.square()) * count / (count - 1).clamp(min=1)
+            advantage = advantage / (variance.sqrt() + 1e-8)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
+        policy_loss = -mean(torch.minimum(ratio * advantage, clipped_ratio * advantage))
+        squared_error = (value - returns).square()
+        if args.clip_vloss:
+            clipped_value = old_value + (value - old_value).clamp(-self.clip_coef, self.clip_coef)
+            squared_error = torch.maximum(squared_error, (clipped_value - returns).square())
+        value_loss, entropy = 0.5 * mean(squared_error), mean(entropy)
+        approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        clip_fraction = mean(((ratio - 1).abs() > self.clip_coef).float())
+        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
+        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
+
+    def learn(self) -> None:
+        """One step of the optimiser on the rows that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
+        loss, logged = self.ppo_loss(self.network, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
+        self.optimizer.step()
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor.detach())
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    check_rollout(args, args.num_envs * args.num_steps)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    actions = int(make_pool(args.env_id, [0]).action_space.n)
+    size = group_size(args.num_envs, device)
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    with room_for(args):
+        agent = AtariPPOAgent(args, actions, size, device)
+    print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
+
+    with Run(args, device, agent) as run:
+        sequence = np.random.SeedSequence([args.seed, run.global_step])
+        seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
+        groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
+        t, learning_rate = 0, args.learning_rate
+        while run.global_step < args.total_timesteps:
+            # Act
+            if t == 0 and args.anneal_lr:
+                learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
+                agent.optimizer.param_groups[0]["lr"] = learning_rate
+            for games in groups:
+                # Step and store
+                if t > 0:
+                    games.receive(agent.rollout.arrays, t - 1, run)
+                games.pool.send(agent.act(t, games.env_ids, games.observation))
+            t += 1
+
+            # Learn from a full rollout (the last one may not get full)
+            if t == args.num_steps:
+                for games in groups:
+                    games.receive(agent.rollout.arrays, t - 1, run)
+                    agent.observe(games.env_ids, games.observation)
+                agent.rollout.upload()
+                agent.prepare()
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
+                    for rows in order.chunk(args.num_minibatches):
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
+                        run.updates += 1
+                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
+                        break
+                t = 0
+            run.end_step(agent.losses, learning_rate=learning_rate)
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 
@@ -450,305 +749,6 @@ def check_rollout(args: Args, steps: int) -> None:
     if steps % args.num_minibatches or steps < 2 * args.num_minibatches:
         allowed = f"must divide a rollout of {steps} into minibatches of at least 2"
         fail("num_minibatches", args.num_minibatches, allowed)
-
-
-# ---- Environments ----
-def make_pool(env_id: str, seeds: Sequence[int]):
-    """EnvPool's emulators of an Atari game, one a seed; ends the program with exit status 2 if it has no such game.
-
-    To the agent each life is an episode, and rewards are cut to their sign; `info` has the game's own ends and rewards.
-    """
-    specs = envpool.registration.registry.specs.items()
-    games = [name for name, (module, *_) in specs if module == "envpool.atari"]
-    if env_id not in games:
-        nearest = ", ".join(difflib.get_close_matches(env_id, games, cutoff=0.4)) or "none"
-        fail("env_id", env_id, f"must be an Atari game of EnvPool's, such as Pong-v5; nearest names: {nearest}")
-    options = {"env_seed": list(seeds), "episodic_life": True, "reward_clip": True}
-    return envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), **options)
-
-
-class Emulators:
-    """Games side by side, with numbers from `first` on. A step after an episode's end only resets: it is not valid."""
-
-    def __init__(self, env_id: str, seeds: Sequence[int], first: int):
-        self.pool, self.env_ids = make_pool(env_id, seeds), slice(first, first + len(seeds))
-        self.numbers = np.arange(first, first + len(seeds))
-        self.observation, _ = self.pool.reset()
-        self.valid = np.ones(len(seeds), bool)
-
-    def receive(self, rollout: Mapping[str, np.ndarray], t: int, run: Run) -> None:
-        """Waits for the step whose actions were sent, and enters it in row `t` of the rollout; arrays of [T, N]."""
-        self.observation, rewards, terminated, truncated, info = self.pool.recv()
-        step = {"reward": rewards, "terminated": terminated, "truncated": truncated, "valid": self.valid}
-        for name, values in step.items():
-            rollout[name][t, self.env_ids] = values
-        game = (info["reward"], info["terminated"], truncated, self.numbers)
-        run.step(*(values[self.valid].tolist() for values in game))
-        self.valid = ~(terminated | truncated)
-
-
-def group_size(num_envs: int, device: torch.device) -> int:
-    """Half of the environments, so that one half emulates while the policy acts for the other.
-
-    All of them if their number is odd, and on a CPU, where emulation and policy compete for the same cores.
-    """
-    return num_envs // 2 if device.type == "cuda" and num_envs % 2 == 0 else num_envs
-
-
-# ---- Networks ----
-def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
-    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-class AtariActorCritic(nn.Module):
-    """Logits of the actions and the value of the state (network of Mnih et al. 2015); [B, 4, 84, 84] -> [B, A], [B]."""
-
-    def __init__(self, actions: int):
-        super().__init__()
-        gain = math.sqrt(2)
-        self.trunk = nn.Sequential(
-            orthogonal(nn.Conv2d(4, 32, 8, stride=4), gain),
-            nn.ReLU(),
-            orthogonal(nn.Conv2d(32, 64, 4, stride=2), gain),
-            nn.ReLU(),
-            orthogonal(nn.Conv2d(64, 64, 3), gain),
-            nn.ReLU(),
-            nn.Flatten(),
-            orthogonal(nn.Linear(64 * 7 * 7, 512), gain),
-            nn.ReLU(),
-        )
-        self.actor, self.critic = orthogonal(nn.Linear(512, actions), 0.01), orthogonal(nn.Linear(512, 1), 1.0)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.trunk(observation / 255.0)
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
-
-
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
-    return end if step >= duration else start + (end - start) * step / duration
-
-
-# ---- Host and device ----
-def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return host, host.to(device)
-
-
-# ---- Rollout ----
-class Rollout:
-    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
-
-    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
-        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
-        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
-        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
-
-    def upload(self) -> None:
-        """Sends the arrays to the device."""
-        for host, tensor in self.pairs.values():
-            tensor.copy_(host, non_blocking=True)
-
-
-# ---- Advantages ----
-def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
-    reach = 1
-    while reach < len(values):
-        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
-        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
-        reach *= 2
-    return values
-
-
-# ---- Agent ----
-class AtariPPOAgent(nn.Module):
-    """The network, its optimiser, and the update on it. Groups of `group_size` environments take turns to act."""
-
-    def __init__(self, args: Args, actions: int, group_size: int, device: torch.device):
-        super().__init__()
-        self.args = args
-        names = ("reward", "terminated", "truncated", "valid")
-        self.rollout = Rollout(args.num_steps, args.num_envs, {name: () for name in names}, device)
-        self.host_observation, self.observation = mirrored(args.num_envs, *FRAMES, device=device, dtype=torch.uint8)
-        # Of a group that acts: what it sees, and the first of the rollout's rows that this goes into
-        self.host_images, self.sent_images = mirrored(group_size, *FRAMES, device=device, dtype=torch.uint8)
-        self.host_row, self.row = mirrored(1, device=device, dtype=torch.long)
-        self.host_action, self.action = mirrored(group_size, device=device)
-        self.images, self.columns = torch.zeros_like(self.sent_images), torch.arange(group_size, device=device)
-        self.acted = torch.get_device_module(device).Event()
-        self.network = AtariActorCritic(actions).to(device)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
-        size = args.num_steps * args.num_envs
-        names = ("action", "log_prob", "value", "advantage", "return")
-        self.batch = {name: torch.zeros(size, device=device) for name in names}
-        self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
-        self.batch["valid"] = self.rollout.tensors["valid"].flatten()
-        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
-        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-        self.losses = {name: torch.zeros((), device=device) for name in names}
-        self.clip_coef = torch.tensor(args.clip_coef, device=device)
-
-    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the actions, and the value; [B, 4, 84, 84] -> [B, actions], [B]."""
-        return network(observation)
-
-    def observe(self, env_ids: slice, observation: np.ndarray) -> None:
-        """Sends the newest observations of these environments to the device; [group_size, 4, 84, 84]."""
-        self.host_observation[env_ids].numpy()[:] = observation
-        self.observation[env_ids].copy_(self.host_observation[env_ids], non_blocking=True)
-
-    def act(self, t: int, env_ids: slice, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions of step t of these environments; [group_size, 4, 84, 84] -> [group_size]."""
-        row = t * self.args.num_envs + env_ids.start
-        self.host_images.numpy()[:], self.host_row.numpy()[:] = observation, row
-        self.exchange()
-        self.acted.record()
-        # Here and not in `choose`, whose compiled kernel would look up the place anew for each byte
-        self.batch["observation"][row : row + len(self.images)] = self.images
-        self.acted.synchronize()
-        return self.host_action.numpy().copy()  # the other group's actions come into the same memory
-
-    def exchange(self) -> None:
-        """Sends what a group sees, acts, and fetches its actions."""
-        self.sent_images.copy_(self.host_images, non_blocking=True)
-        self.row.copy_(self.host_row, non_blocking=True)
-        self.images.copy_(self.sent_images)
-        self.choose()
-        self.host_action.copy_(self.action, non_blocking=True)
-
-    @torch.no_grad()
-    def choose(self) -> None:
-        """Acts on `images`, and enters what it did in the rollout's rows from `row` on."""
-        logits, value = self.policy_and_value(self.network, self.images)
-        log_probs = F.log_softmax(logits, -1)
-        action = (log_probs - torch.empty_like(log_probs).exponential_().log()).argmax(1)  # Gumbel-max
-        log_prob = log_probs.gather(1, action[:, None]).squeeze(1)
-        self.action.copy_(action)
-        for name, tensor in {"action": self.action, "log_prob": log_prob, "value": value}.items():
-            self.batch[name][self.row + self.columns] = tensor
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
-
-        Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
-        in the row that only resets. A terminated one's is not used.
-        """
-        args, rollout = self.args, self.rollout.tensors
-        _, last_value = self.policy_and_value(self.network, self.observation)
-        value = self.batch["value"].view(args.num_steps, args.num_envs)
-        next_value = torch.cat([value[1:], last_value[None]])
-        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
-        for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
-            self.batch[name].copy_(estimate.flatten())
-
-    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of actions, the policy's entropy, and the value; [B, 4, 84, 84], [B] -> three of [B]."""
-        logits, value = self.policy_and_value(network, observation)
-        log_probs = F.log_softmax(logits, -1)
-        log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
-        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
-
-    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
-        args, valid = self.args, batch["valid"] > 0
-        names = ("advantage", "return", "log_prob", "value")
-        advantage, returns, old_log_prob, old_value = (torch.where(valid, batch[name], 0) for name in names)
-        count = valid.sum().clamp(min=1)
-
-        def mean(values: torch.Tensor) -> torch.Tensor:
-            return torch.where(valid, values, 0).sum() / count
-
-        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
-        log_ratio = log_prob - old_log_prob
-        ratio = log_ratio.exp()
-        if args.norm_adv:
-            advantage = advantage - mean(advantage)
-            variance = mean(advantage.square()) * count / (count - 1).clamp(min=1)
-            advantage = advantage / (variance.sqrt() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
-        policy_loss = -mean(torch.minimum(ratio * advantage, clipped_ratio * advantage))
-        squared_error = (value - returns).square()
-        if args.clip_vloss:
-            clipped_value = old_value + (value - old_value).clamp(-self.clip_coef, self.clip_coef)
-            squared_error = torch.maximum(squared_error, (clipped_value - returns).square())
-        value_loss, entropy = 0.5 * mean(squared_error), mean(entropy)
-        approx_kl = mean(ratio - 1 - log_ratio)  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = mean(((ratio - 1).abs() > self.clip_coef).float())
-        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
-        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
-
-    def learn(self) -> None:
-        """One step of the optimiser on the rows that `minibatch` names."""
-        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
-        loss, logged = self.ppo_loss(self.network, batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
-        self.optimizer.step()
-        for name, tensor in logged.items():
-            self.losses[name].copy_(tensor.detach())
-
-
-def main(args: Args) -> None:
-    check_args(args)
-    check_rollout(args, args.num_envs * args.num_steps)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    actions = int(make_pool(args.env_id, [0]).action_space.n)
-    size = group_size(args.num_envs, device)
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    with room_for(args):
-        agent = AtariPPOAgent(args, actions, size, device)
-    print(f"rollout: {agent.batch['observation'].nbytes / 1e6:.1f} MB on {device}", flush=True)
-
-    with Run(args, device, agent) as run:
-        sequence = np.random.SeedSequence([args.seed, run.global_step])
-        seeds = (sequence.generate_state(args.num_envs) // 2).tolist()  # below 2**31
-        groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
-        t, learning_rate = 0, args.learning_rate
-        while run.global_step < args.total_timesteps:
-            # Act
-            if t == 0 and args.anneal_lr:
-                learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
-                agent.optimizer.param_groups[0]["lr"] = learning_rate
-            for games in groups:
-                # Step and store
-                if t > 0:
-                    games.receive(agent.rollout.arrays, t - 1, run)
-                games.pool.send(agent.act(t, games.env_ids, games.observation))
-            t += 1
-
-            # Learn from a full rollout (the last one may not get full)
-            if t == args.num_steps:
-                for games in groups:
-                    games.receive(agent.rollout.arrays, t - 1, run)
-                    agent.observe(games.env_ids, games.observation)
-                agent.rollout.upload()
-                agent.prepare()
-                for _ in range(args.update_epochs):
-                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
-                    for rows in order.chunk(args.num_minibatches):
-                        agent.minibatch.copy_(rows)
-                        agent.learn()
-                        run.updates += 1
-                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
-                        break
-                t = 0
-            run.end_step(agent.losses, learning_rate=learning_rate)
 
 
 if __name__ == "__main__":

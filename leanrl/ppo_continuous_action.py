@@ -116,7 +116,327 @@ class Args:
     """approximate KL divergence after which no further epoch of a rollout follows; none if not given"""
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+# ---- Environments ----
+def make_environments(args: Args) -> list[gym.Env]:
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    sys.path.append(os.getcwd())  # for a `module:Id`
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+
+
+def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
+    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
+        env.action_space.seed(action_seed)
+    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units; `gain` scales the last layer's weights."""
+    hidden = [orthogonal(nn.Linear(size, 64), math.sqrt(2)) for size in (inputs, 64)]
+    return nn.Sequential(hidden[0], nn.Tanh(), hidden[1], nn.Tanh(), orthogonal(nn.Linear(64, outputs), gain))
+
+
+class GaussianActorCritic(nn.Module):
+    """Mean and log standard deviation of the policy's Gaussian, and the value; [..., D] -> [..., A], [A], [...].
+
+    The deviation does not depend on the observation.
+    """
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.actor = mlp(observation_dim, action_dim, 0.01)
+        self.critic = mlp(observation_dim, 1, 1.0)
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.actor(observation), self.log_std, self.critic(observation).squeeze(-1)
+
+
+def gaussian_log_prob(mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """Log-probability of actions with independent dimensions; [..., A], [A], [..., A] -> [...]."""
+    return (-0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+# ---- Normalisation ----
+def sum_of_rows(rows: np.ndarray) -> np.ndarray:
+    """[N, size] -> [1, size]; of a single row, as one environment gives, without NumPy, which takes longer."""
+    return rows if len(rows) == 1 else rows.sum(0, keepdims=True)
+
+
+class RunningMoments:
+    """Mean and variance of all rows seen, each of `size` (Welford 1962, for several rows at a time)."""
+
+    def __init__(self, size: int):
+        self.count, self.mean, self.squares = 1e-4, np.zeros((1, size)), np.full((1, size), 1e-4)
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": self.mean.tolist(), "squares": self.squares.tolist()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.count, self.mean[:], self.squares[:] = state["count"], state["mean"], state["squares"]
+
+    def update(self, rows: np.ndarray) -> np.ndarray:
+        """Takes rows in and returns their distance from the new mean; [N, size] -> [N, size]."""
+        self.count += len(rows)
+        distance = rows - self.mean
+        self.mean += sum_of_rows(distance) / self.count
+        new_distance = rows - self.mean
+        self.squares += sum_of_rows(distance * new_distance)
+        return new_distance
+
+    def deviation(self) -> np.ndarray:
+        """The rows' standard deviation; [1, size]."""
+        return np.sqrt(self.squares / self.count + 1e-8)
+
+
+class RunningVariance:
+    """Variance of all numbers seen (Welford 1962), one at a time and without arrays, which take longer."""
+
+    def __init__(self):
+        self.count, self.mean, self.squares = 1e-4, 0.0, 1e-4
+
+    def state_dict(self) -> dict:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+    def update(self, number: float) -> None:
+        self.count += 1
+        deviation = number - self.mean
+        self.mean += deviation / self.count
+        self.squares += deviation * (number - self.mean)
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Rollout ----
+class Rollout:
+    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
+
+    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
+        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
+        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
+        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
+
+    def upload(self) -> None:
+        """Sends the arrays to the device."""
+        for host, tensor in self.pairs.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
+# ---- Agent ----
+class ContinuousPPOAgent(nn.Module):
+    """The networks, their optimiser, and the update on them; a loss is a function of what it is differentiated by."""
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        super().__init__()
+        self.args, self.device = args, device
+        observation_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
+        self.low, self.high = env.action_space.low, env.action_space.high
+        self.observation_moments, self.return_variance = RunningMoments(observation_dim), RunningVariance()
+        self.returns = [0.0] * args.num_envs
+        shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": (action_dim,)}
+        shapes |= {name: () for name in ("reward", "terminated", "truncated")}
+        self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
+        self.network = GaussianActorCritic(observation_dim, action_dim).to(device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
+        size = args.num_steps * args.num_envs
+        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
+        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
+
+    def normalize(self, observation: np.ndarray) -> np.ndarray:
+        """Takes raw observations into the statistics; their distance from the mean in deviations, clipped to ±10."""
+        moments = self.observation_moments
+        distance = moments.update(observation)
+        return (distance / moments.deviation()).clip(-10, 10).astype(np.float32)
+
+    def scale_rewards(self, rewards: Sequence[float], ended: Sequence[int]) -> list[float]:
+        """Rewards in standard deviations of the discounted return, clipped to ±10; [num_envs]."""
+        rewards = [float(reward) for reward in rewards]
+        for i, reward in enumerate(rewards):
+            self.returns[i] = self.returns[i] * self.args.gamma + reward
+            self.return_variance.update(self.returns[i])
+        for i in ended:
+            self.returns[i] = 0.0
+        deviation = math.sqrt(self.return_variance.squares / self.return_variance.count + 1e-8)
+        return [min(max(reward / deviation, -10.0), 10.0) for reward in rewards]
+
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean and log standard deviation of the actions, and the value; [..., D] -> [..., A], [A], [...]."""
+        return network(observation)
+
+    @torch.no_grad()
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs, A]."""
+        mean, log_std, _ = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
+        action = (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
+        self.rollout.arrays["action"][t] = action
+        return self.rollout.arrays["action"][t]
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
+
+        A truncated episode's last value is that of its true last observation; a terminated one's is 0.
+        """
+        args, rollout = self.args, self.rollout.tensors
+        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
+        *_, next_value = self.policy_and_value(self.network, rollout["next_observation"])
+        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
+        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
+        for name, estimate in estimates.items():
+            self.batch[name].copy_(estimate.flatten())
+
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> [...], [], [...]."""
+        mean, log_std, value = self.policy_and_value(network, observation)
+        return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
+
+    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it."""
+        args, advantage = self.args, batch["advantage"]
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - batch["log_prob"]
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
+        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+        squared_error = (value - batch["return"]).square()
+        if args.clip_vloss:
+            clipped_value = batch["value"] + (value - batch["value"]).clamp(-self.clip_coef, self.clip_coef)
+            squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
+        value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
+        approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        clip_fraction = ((ratio - 1).abs() > self.clip_coef).float().mean()
+        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
+        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
+
+    def learn(self) -> None:
+        """One step of the optimiser on the rows that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
+        loss, logged = self.ppo_loss(self.network, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
+        self.optimizer.step()
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor.detach())
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    check_rollout(args, args.num_envs * args.num_steps)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # a network this small is slower on several
+    envs = make_environments(args)
+    check_continuous_spaces(args, envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    with room_for(args):
+        agent = ContinuousPPOAgent(args, envs[0], device)
+    rollout = agent.rollout.arrays
+
+    with contextlib.ExitStack() as stack, Run(args, device, agent) as run:
+        for env in envs:
+            stack.enter_context(env)  # which closes it in the end
+        raw = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float64)
+        observation = agent.normalize(raw)
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        iterations = -(-args.total_timesteps // args.num_envs) // args.num_steps
+        learning_rate, last_step = args.learning_rate, iterations * args.num_steps * args.num_envs
+        while run.global_step < args.total_timesteps:
+            # Act
+            t = (run.global_step - run.first_step) // args.num_envs % args.num_steps
+            if t == 0 and args.anneal_lr:
+                learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
+                agent.optimizer.param_groups[0]["lr"] = learning_rate
+            action = agent.act(t, observation)
+            rollout["observation"][t] = observation
+
+            # Step and store; where an episode has ended, the next one begins
+            clipped = action.clip(agent.low, agent.high)
+            for i, env in enumerate(envs):
+                raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
+            ended = [i for i in range(args.num_envs) if terminated[i] or truncated[i]]
+            rollout["next_observation"][t] = observation = agent.normalize(raw)
+            rollout["reward"][t] = agent.scale_rewards(rewards, ended)
+            rollout["terminated"][t], rollout["truncated"][t] = terminated, truncated
+            if ended:
+                observation[ended] = agent.normalize(np.stack([envs[i].reset()[0] for i in ended]))
+            run.step(rewards, terminated, truncated)
+
+            # Learn from a full rollout (the last one may not get full)
+            if t == args.num_steps - 1:
+                agent.rollout.upload()
+                agent.prepare()
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
+                    for rows in order.chunk(args.num_minibatches):
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
+                        run.updates += 1
+                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
+                        break
+            run.end_step(agent.losses, learning_rate=learning_rate)
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 
@@ -450,33 +770,6 @@ def check_rollout(args: Args, steps: int) -> None:
         fail("num_minibatches", args.num_minibatches, allowed)
 
 
-# ---- Environments ----
-def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made."""
-    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
-    if importlib.util.find_spec("mujoco") is not None:
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda message: None)
-    sys.path.append(os.getcwd())  # for a `module:Id`
-    try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id.rpartition(":")[2] in gym.registry
-        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-
-
-def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
-    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
-    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
-        env.action_space.seed(action_seed)
-    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
-
-
 def check_continuous_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
     observations, actions = env.observation_space, env.action_space
@@ -485,299 +778,6 @@ def check_continuous_spaces(args: Args, env: gym.Env) -> None:
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
         fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
-
-
-# ---- Networks ----
-def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
-    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two hidden layers of 64 tanh units; `gain` scales the last layer's weights."""
-    hidden = [orthogonal(nn.Linear(size, 64), math.sqrt(2)) for size in (inputs, 64)]
-    return nn.Sequential(hidden[0], nn.Tanh(), hidden[1], nn.Tanh(), orthogonal(nn.Linear(64, outputs), gain))
-
-
-class GaussianActorCritic(nn.Module):
-    """Mean and log standard deviation of the policy's Gaussian, and the value; [..., D] -> [..., A], [A], [...].
-
-    The deviation does not depend on the observation.
-    """
-
-    def __init__(self, observation_dim: int, action_dim: int):
-        super().__init__()
-        self.actor = mlp(observation_dim, action_dim, 0.01)
-        self.critic = mlp(observation_dim, 1, 1.0)
-        self.log_std = nn.Parameter(torch.zeros(action_dim))
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.actor(observation), self.log_std, self.critic(observation).squeeze(-1)
-
-
-def gaussian_log_prob(mean: torch.Tensor, log_std: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """Log-probability of actions with independent dimensions; [..., A], [A], [..., A] -> [...]."""
-    return (-0.5 * ((action - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
-
-
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
-    return end if step >= duration else start + (end - start) * step / duration
-
-
-# ---- Normalisation ----
-def sum_of_rows(rows: np.ndarray) -> np.ndarray:
-    """[N, size] -> [1, size]; of a single row, as one environment gives, without NumPy, which takes longer."""
-    return rows if len(rows) == 1 else rows.sum(0, keepdims=True)
-
-
-class RunningMoments:
-    """Mean and variance of all rows seen, each of `size` (Welford 1962, for several rows at a time)."""
-
-    def __init__(self, size: int):
-        self.count, self.mean, self.squares = 1e-4, np.zeros((1, size)), np.full((1, size), 1e-4)
-
-    def state_dict(self) -> dict:
-        return {"count": self.count, "mean": self.mean.tolist(), "squares": self.squares.tolist()}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self.count, self.mean[:], self.squares[:] = state["count"], state["mean"], state["squares"]
-
-    def update(self, rows: np.ndarray) -> np.ndarray:
-        """Takes rows in and returns their distance from the new mean; [N, size] -> [N, size]."""
-        self.count += len(rows)
-        distance = rows - self.mean
-        self.mean += sum_of_rows(distance) / self.count
-        new_distance = rows - self.mean
-        self.squares += sum_of_rows(distance * new_distance)
-        return new_distance
-
-    def deviation(self) -> np.ndarray:
-        """The rows' standard deviation; [1, size]."""
-        return np.sqrt(self.squares / self.count + 1e-8)
-
-
-class RunningVariance:
-    """Variance of all numbers seen (Welford 1962), one at a time and without arrays, which take longer."""
-
-    def __init__(self):
-        self.count, self.mean, self.squares = 1e-4, 0.0, 1e-4
-
-    def state_dict(self) -> dict:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
-
-    def update(self, number: float) -> None:
-        self.count += 1
-        deviation = number - self.mean
-        self.mean += deviation / self.count
-        self.squares += deviation * (number - self.mean)
-
-
-# ---- Host and device ----
-def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return host, host.to(device)
-
-
-# ---- Rollout ----
-class Rollout:
-    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
-
-    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
-        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
-        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
-        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
-
-    def upload(self) -> None:
-        """Sends the arrays to the device."""
-        for host, tensor in self.pairs.values():
-            tensor.copy_(host, non_blocking=True)
-
-
-# ---- Advantages ----
-def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
-    reach = 1
-    while reach < len(values):
-        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
-        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
-        reach *= 2
-    return values
-
-
-# ---- Agent ----
-class ContinuousPPOAgent(nn.Module):
-    """The networks, their optimiser, and the update on them; a loss is a function of what it is differentiated by."""
-
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
-        super().__init__()
-        self.args, self.device = args, device
-        observation_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        self.low, self.high = env.action_space.low, env.action_space.high
-        self.observation_moments, self.return_variance = RunningMoments(observation_dim), RunningVariance()
-        self.returns = [0.0] * args.num_envs
-        shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": (action_dim,)}
-        shapes |= {name: () for name in ("reward", "terminated", "truncated")}
-        self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
-        self.network = GaussianActorCritic(observation_dim, action_dim).to(device)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-5)
-        size = args.num_steps * args.num_envs
-        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
-        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
-        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
-        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-        self.losses = {name: torch.zeros((), device=device) for name in names}
-        self.clip_coef = torch.tensor(args.clip_coef, device=device)
-
-    def normalize(self, observation: np.ndarray) -> np.ndarray:
-        """Takes raw observations into the statistics; their distance from the mean in deviations, clipped to ±10."""
-        moments = self.observation_moments
-        distance = moments.update(observation)
-        return (distance / moments.deviation()).clip(-10, 10).astype(np.float32)
-
-    def scale_rewards(self, rewards: Sequence[float], ended: Sequence[int]) -> list[float]:
-        """Rewards in standard deviations of the discounted return, clipped to ±10; [num_envs]."""
-        rewards = [float(reward) for reward in rewards]
-        for i, reward in enumerate(rewards):
-            self.returns[i] = self.returns[i] * self.args.gamma + reward
-            self.return_variance.update(self.returns[i])
-        for i in ended:
-            self.returns[i] = 0.0
-        deviation = math.sqrt(self.return_variance.squares / self.return_variance.count + 1e-8)
-        return [min(max(reward / deviation, -10.0), 10.0) for reward in rewards]
-
-    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean and log standard deviation of the actions, and the value; [..., D] -> [..., A], [A], [...]."""
-        return network(observation)
-
-    @torch.no_grad()
-    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs, A]."""
-        mean, log_std, _ = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
-        action = (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
-        self.rollout.arrays["action"][t] = action
-        return self.rollout.arrays["action"][t]
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
-
-        A truncated episode's last value is that of its true last observation; a terminated one's is 0.
-        """
-        args, rollout = self.args, self.rollout.tensors
-        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
-        *_, next_value = self.policy_and_value(self.network, rollout["next_observation"])
-        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
-        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
-        for name, estimate in estimates.items():
-            self.batch[name].copy_(estimate.flatten())
-
-    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [..., A] -> [...], [], [...]."""
-        mean, log_std, value = self.policy_and_value(network, observation)
-        return gaussian_log_prob(mean, log_std, action), (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(), value
-
-    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it."""
-        args, advantage = self.args, batch["advantage"]
-        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
-        log_ratio = log_prob - batch["log_prob"]
-        ratio = log_ratio.exp()
-        if args.norm_adv:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
-        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
-        squared_error = (value - batch["return"]).square()
-        if args.clip_vloss:
-            clipped_value = batch["value"] + (value - batch["value"]).clamp(-self.clip_coef, self.clip_coef)
-            squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
-        value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
-        approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = ((ratio - 1).abs() > self.clip_coef).float().mean()
-        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
-        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
-
-    def learn(self) -> None:
-        """One step of the optimiser on the rows that `minibatch` names."""
-        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
-        loss, logged = self.ppo_loss(self.network, batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.args.max_grad_norm)
-        self.optimizer.step()
-        for name, tensor in logged.items():
-            self.losses[name].copy_(tensor.detach())
-
-
-def main(args: Args) -> None:
-    check_args(args)
-    check_rollout(args, args.num_envs * args.num_steps)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(1)  # a network this small is slower on several
-    envs = make_environments(args)
-    check_continuous_spaces(args, envs[0])
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    with room_for(args):
-        agent = ContinuousPPOAgent(args, envs[0], device)
-    rollout = agent.rollout.arrays
-
-    with contextlib.ExitStack() as stack, Run(args, device, agent) as run:
-        for env in envs:
-            stack.enter_context(env)  # which closes it in the end
-        raw = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float64)
-        observation = agent.normalize(raw)
-        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        iterations = -(-args.total_timesteps // args.num_envs) // args.num_steps
-        learning_rate, last_step = args.learning_rate, iterations * args.num_steps * args.num_envs
-        while run.global_step < args.total_timesteps:
-            # Act
-            t = (run.global_step - run.first_step) // args.num_envs % args.num_steps
-            if t == 0 and args.anneal_lr:
-                learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
-                agent.optimizer.param_groups[0]["lr"] = learning_rate
-            action = agent.act(t, observation)
-            rollout["observation"][t] = observation
-
-            # Step and store; where an episode has ended, the next one begins
-            clipped = action.clip(agent.low, agent.high)
-            for i, env in enumerate(envs):
-                raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
-            ended = [i for i in range(args.num_envs) if terminated[i] or truncated[i]]
-            rollout["next_observation"][t] = observation = agent.normalize(raw)
-            rollout["reward"][t] = agent.scale_rewards(rewards, ended)
-            rollout["terminated"][t], rollout["truncated"][t] = terminated, truncated
-            if ended:
-                observation[ended] = agent.normalize(np.stack([envs[i].reset()[0] for i in ended]))
-            run.step(rewards, terminated, truncated)
-
-            # Learn from a full rollout (the last one may not get full)
-            if t == args.num_steps - 1:
-                agent.rollout.upload()
-                agent.prepare()
-                for _ in range(args.update_epochs):
-                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
-                    for rows in order.chunk(args.num_minibatches):
-                        agent.minibatch.copy_(rows)
-                        agent.learn()
-                        run.updates += 1
-                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
-                        break
-            run.end_step(agent.losses, learning_rate=learning_rate)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,322 @@ class Args:
     """capture the steps in CUDA graphs"""
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+# ---- Environments ----
+def make_environments(args: Args) -> list[gym.Env]:
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    sys.path.append(os.getcwd())  # for a `module:Id`
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+
+
+def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
+    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
+        env.action_space.seed(action_seed)
+    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
+
+
+# ---- Networks ----
+def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
+    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
+    """Two hidden layers of 64 tanh units; `gain` scales the last layer's weights."""
+    hidden = [orthogonal(nn.Linear(size, 64), math.sqrt(2)) for size in (inputs, 64)]
+    return nn.Sequential(hidden[0], nn.Tanh(), hidden[1], nn.Tanh(), orthogonal(nn.Linear(64, outputs), gain))
+
+
+class CategoricalActorCritic(nn.Module):
+    """Logits of the actions and the value of the state; [..., observation_dim] -> [..., actions], [...]."""
+
+    def __init__(self, observation_dim: int, actions: int):
+        super().__init__()
+        self.actor = mlp(observation_dim, actions, 0.01)
+        self.critic = mlp(observation_dim, 1, 1.0)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(observation), self.critic(observation).squeeze(-1)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
+    return end if step >= duration else start + (end - start) * step / duration
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Rollout ----
+class Rollout:
+    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
+
+    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
+        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
+        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
+        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
+
+    def upload(self) -> None:
+        """Sends the arrays to the device."""
+        for host, tensor in self.pairs.values():
+            tensor.copy_(host, non_blocking=True)
+
+
+# ---- Advantages ----
+def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
+        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
+        reach *= 2
+    return values
+
+
+# ---- For compilation and capture ----
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
+        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
+        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
+        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
+        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
+            layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
+            )
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
+
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
+
+
+class Adam(nn.Module):
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
+        super().__init__()
+        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
+        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
+        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
+
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
+        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+
+
+def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
+    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
+    devices = [run.device] if run.device.type == "cuda" else []
+    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
+    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
+        for step in 5 * steps:
+            step()
+    agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
+    run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
+
+
+# ---- Agent ----
+class CompiledPPOAgent(nn.Module):
+    """The networks, their optimiser, and the update on them; a loss is a function of what it is differentiated by."""
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device):
+        super().__init__()
+        self.args, self.device = args, device
+        observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
+        shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": ()}
+        shapes |= {name: () for name in ("reward", "terminated", "truncated")}
+        self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
+        self.module = FlatModule(CategoricalActorCritic(observation_dim, actions))
+        self.network = nn.Buffer(self.module.initial.to(device))
+        self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
+        size = args.num_steps * args.num_envs
+        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
+        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
+        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.clip_coef = torch.tensor(args.clip_coef, device=device)
+
+    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
+        return self.module(network, observation)
+
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
+        if t == 0:  # bring a copy of the policy to the host, and draw noise for all steps
+            layers = [layer.numpy().T for layer in self.module.split(self.network.to("cpu", copy=True))]
+            layers = zip(layers[:6:2], layers[1:6:2], strict=True)  # the policy's; the critic's follow
+            # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
+            self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
+            self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
+        # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
+        *hidden, (weight, bias) = self.host_layers
+        for hidden_weight, hidden_bias in hidden:
+            observation = np.tanh(observation.dot(hidden_weight) + hidden_bias)
+        action = (observation.dot(weight) + bias + self.noise[t]).argmax(1)  # Gumbel-max
+        self.rollout.arrays["action"][t] = action
+        return action
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
+
+        A truncated episode's last value is that of its true last observation; a terminated one's is 0.
+        """
+        args, rollout = self.args, self.rollout.tensors
+        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
+        _, next_value = self.policy_and_value(self.network, rollout["next_observation"])
+        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
+        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
+        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
+        for name, estimate in estimates.items():
+            self.batch[name].copy_(estimate.flatten())
+
+    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [...] -> three of [...]."""
+        logits, value = self.policy_and_value(network, observation)
+        log_probs = F.log_softmax(logits, -1)
+        log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
+        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
+
+    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it."""
+        args, advantage = self.args, batch["advantage"]
+        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
+        log_ratio = log_prob - batch["log_prob"]
+        ratio = log_ratio.exp()
+        if args.norm_adv:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
+        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+        squared_error = (value - batch["return"]).square()
+        if args.clip_vloss:
+            clipped_value = batch["value"] + (value - batch["value"]).clamp(-self.clip_coef, self.clip_coef)
+            squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
+        value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
+        approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
+        clip_fraction = ((ratio - 1).abs() > self.clip_coef).float().mean()
+        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
+        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
+
+    def learn(self) -> None:
+        """One step of the optimiser on the rows that `minibatch` names."""
+        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
+        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
+        self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
+        for name, tensor in logged.items():
+            self.losses[name].copy_(tensor.detach())
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    check_rollout(args, args.num_envs * args.num_steps)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # a network this small is slower on several
+    envs = make_environments(args)
+    check_discrete_spaces(args, envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    with room_for(args):
+        agent = CompiledPPOAgent(args, envs[0], device)
+    rollout = agent.rollout.arrays
+
+    with contextlib.ExitStack() as stack, Run(args, device, agent) as run:
+        for env in envs:
+            stack.enter_context(env)  # which closes it in the end
+        # Compilation and capture: full graphs to prepare a rollout and to update
+        steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
+        if args.compile:
+            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
+            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
+            options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
+            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
+        if args.cudagraphs:
+            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
+            steps = [CudaGraphModule(step, warmup=3) for step in steps]
+        if args.compile or args.cudagraphs:
+            warm_up(steps, agent, run)
+        agent.learn, agent.prepare = steps
+
+        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        iterations = -(-args.total_timesteps // args.num_envs) // args.num_steps
+        learning_rate, last_step = args.learning_rate, iterations * args.num_steps * args.num_envs
+        while run.global_step < args.total_timesteps:
+            # Act
+            t = (run.global_step - run.first_step) // args.num_envs % args.num_steps
+            if t == 0 and args.anneal_lr:
+                learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
+                agent.optimizer.lr.fill_(learning_rate)
+            action = agent.act(t, observation)
+            rollout["observation"][t] = observation
+
+            # Step and store; where an episode has ended, the next one begins
+            for i, env in enumerate(envs):
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
+                rollout["next_observation"][t, i] = next_observation
+                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            rollout["reward"][t], rollout["terminated"][t], rollout["truncated"][t] = rewards, terminated, truncated
+            run.step(rewards, terminated, truncated)
+
+            # Learn from a full rollout (the last one may not get full)
+            if t == args.num_steps - 1:
+                agent.rollout.upload()
+                agent.prepare()
+                for _ in range(args.update_epochs):
+                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
+                    for rows in order.chunk(args.num_minibatches):
+                        agent.minibatch.copy_(rows)
+                        agent.learn()
+                        run.updates += 1
+                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
+                        break
+            run.end_step(agent.losses, learning_rate=learning_rate)
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 
@@ -459,33 +774,6 @@ def check_rollout(args: Args, steps: int) -> None:
         fail("num_minibatches", args.num_minibatches, allowed)
 
 
-# ---- Environments ----
-def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made."""
-    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
-    if importlib.util.find_spec("mujoco") is not None:
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda message: None)
-    sys.path.append(os.getcwd())  # for a `module:Id`
-    try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id.rpartition(":")[2] in gym.registry
-        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-
-
-def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
-    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
-    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
-        env.action_space.seed(action_seed)
-    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
-
-
 def check_discrete_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
     observations, actions = env.observation_space, env.action_space
@@ -493,294 +781,6 @@ def check_discrete_spaces(args: Args, env: gym.Env) -> None:
         fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
-
-
-# ---- Networks ----
-def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
-    """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two hidden layers of 64 tanh units; `gain` scales the last layer's weights."""
-    hidden = [orthogonal(nn.Linear(size, 64), math.sqrt(2)) for size in (inputs, 64)]
-    return nn.Sequential(hidden[0], nn.Tanh(), hidden[1], nn.Tanh(), orthogonal(nn.Linear(64, outputs), gain))
-
-
-class CategoricalActorCritic(nn.Module):
-    """Logits of the actions and the value of the state; [..., observation_dim] -> [..., actions], [...]."""
-
-    def __init__(self, observation_dim: int, actions: int):
-        super().__init__()
-        self.actor = mlp(observation_dim, actions, 0.01)
-        self.critic = mlp(observation_dim, 1, 1.0)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.actor(observation), self.critic(observation).squeeze(-1)
-
-
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
-    """Falls (or rises) linearly from `start` at step 0 to `end` at step `duration`, and stays there."""
-    return end if step >= duration else start + (end - start) * step / duration
-
-
-# ---- Host and device ----
-def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return host, host.to(device)
-
-
-# ---- Rollout ----
-class Rollout:
-    """`num_steps` steps of `num_envs` environments: NumPy arrays to fill, [T, N, ...], and tensors on `device`."""
-
-    def __init__(self, num_steps: int, num_envs: int, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
-        self.pairs = {name: mirrored(num_steps, num_envs, *shape, device=device) for name, shape in shapes.items()}
-        self.arrays = {name: host.numpy() for name, (host, _) in self.pairs.items()}
-        self.tensors = {name: tensor for name, (_, tensor) in self.pairs.items()}
-
-    def upload(self) -> None:
-        """Sends the arrays to the device."""
-        for host, tensor in self.pairs.values():
-            tensor.copy_(host, non_blocking=True)
-
-
-# ---- Advantages ----
-def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
-    reach = 1
-    while reach < len(values):
-        values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
-        discounts = torch.cat([discounts[:-reach] * discounts[reach:], discounts[-reach:]])
-        reach *= 2
-    return values
-
-
-# ---- For compilation and capture ----
-class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
-        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
-        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
-        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
-            layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-            )
-
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
-        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
-
-    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
-
-
-class Adam(nn.Module):
-    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
-
-    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
-        super().__init__()
-        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
-        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
-        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
-
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.powers.mul_(self.betas)
-        first_correction, second_correction = (1 - self.powers).unbind()
-        self.first_moment.lerp_(gradient, 1 - 0.9)
-        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
-        deviation = (self.second_moment / second_correction).sqrt() + self.eps
-        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
-
-
-def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
-    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
-    devices = [run.device] if run.device.type == "cuda" else []
-    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
-    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
-        for step in 5 * steps:
-            step()
-    agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
-    run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
-
-
-# ---- Agent ----
-class CompiledPPOAgent(nn.Module):
-    """The networks, their optimiser, and the update on them; a loss is a function of what it is differentiated by."""
-
-    def __init__(self, args: Args, env: gym.Env, device: torch.device):
-        super().__init__()
-        self.args, self.device = args, device
-        observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
-        shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": ()}
-        shapes |= {name: () for name in ("reward", "terminated", "truncated")}
-        self.rollout = Rollout(args.num_steps, args.num_envs, shapes, device)
-        self.module = FlatModule(CategoricalActorCritic(observation_dim, actions))
-        self.network = nn.Buffer(self.module.initial.to(device))
-        self.optimizer = Adam(self.network, args.learning_rate, eps=1e-5)
-        size = args.num_steps * args.num_envs
-        estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
-        self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
-        self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
-        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-        self.losses = {name: torch.zeros((), device=device) for name in names}
-        self.clip_coef = torch.tensor(args.clip_coef, device=device)
-
-    def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
-        return self.module(network, observation)
-
-    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
-        if t == 0:  # bring a copy of the policy to the host, and draw noise for all steps
-            layers = [layer.numpy().T for layer in self.module.split(self.network.to("cpu", copy=True))]
-            layers = zip(layers[:6:2], layers[1:6:2], strict=True)  # the policy's; the critic's follow
-            # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
-            self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
-            self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
-        # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
-        *hidden, (weight, bias) = self.host_layers
-        for hidden_weight, hidden_bias in hidden:
-            observation = np.tanh(observation.dot(hidden_weight) + hidden_bias)
-        action = (observation.dot(weight) + bias + self.noise[t]).argmax(1)  # Gumbel-max
-        self.rollout.arrays["action"][t] = action
-        return action
-
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
-
-        A truncated episode's last value is that of its true last observation; a terminated one's is 0.
-        """
-        args, rollout = self.args, self.rollout.tensors
-        log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
-        _, next_value = self.policy_and_value(self.network, rollout["next_observation"])
-        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
-        not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
-        estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
-        for name, estimate in estimates.items():
-            self.batch[name].copy_(estimate.flatten())
-
-    def evaluate(self, network, observation: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Log-probabilities of actions, the policy's entropy, and the value; [..., D], [...] -> three of [...]."""
-        logits, value = self.policy_and_value(network, observation)
-        log_probs = F.log_softmax(logits, -1)
-        log_prob = log_probs.gather(-1, action[..., None].long()).squeeze(-1)
-        return log_prob, -(log_probs.exp() * log_probs).sum(-1), value
-
-    def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it."""
-        args, advantage = self.args, batch["advantage"]
-        log_prob, entropy, value = self.evaluate(network, batch["observation"], batch["action"])
-        log_ratio = log_prob - batch["log_prob"]
-        ratio = log_ratio.exp()
-        if args.norm_adv:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        clipped_ratio = ratio.clamp(1 - self.clip_coef, 1 + self.clip_coef)
-        policy_loss = -torch.minimum(ratio * advantage, clipped_ratio * advantage).mean()
-        squared_error = (value - batch["return"]).square()
-        if args.clip_vloss:
-            clipped_value = batch["value"] + (value - batch["value"]).clamp(-self.clip_coef, self.clip_coef)
-            squared_error = torch.maximum(squared_error, (clipped_value - batch["return"]).square())
-        value_loss, entropy = 0.5 * squared_error.mean(), entropy.mean()
-        approx_kl = (ratio - 1 - log_ratio).mean()  # Schulman's estimator, http://joschu.net/blog/kl-approx.html
-        clip_fraction = ((ratio - 1).abs() > self.clip_coef).float().mean()
-        logged = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-        logged |= {"approx_kl": approx_kl, "clip_fraction": clip_fraction}
-        return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, logged
-
-    def learn(self) -> None:
-        """One step of the optimiser on the rows that `minibatch` names."""
-        batch = {name: tensor[self.minibatch] for name, tensor in self.batch.items()}
-        gradient, (_, logged) = torch.func.grad_and_value(self.ppo_loss, has_aux=True)(self.network, batch)
-        self.optimizer.step(self.network, gradient * (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1))
-        for name, tensor in logged.items():
-            self.losses[name].copy_(tensor.detach())
-
-
-def main(args: Args) -> None:
-    check_args(args)
-    check_rollout(args, args.num_envs * args.num_steps)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(1)  # a network this small is slower on several
-    envs = make_environments(args)
-    check_discrete_spaces(args, envs[0])
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    with room_for(args):
-        agent = CompiledPPOAgent(args, envs[0], device)
-    rollout = agent.rollout.arrays
-
-    with contextlib.ExitStack() as stack, Run(args, device, agent) as run:
-        for env in envs:
-            stack.enter_context(env)  # which closes it in the end
-        # Compilation and capture: full graphs to prepare a rollout and to update
-        steps = [agent.learn, agent.prepare]  # in place: a captured step would copy arguments and results
-        if args.compile:
-            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
-            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
-            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
-            options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
-            steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
-        if args.cudagraphs:
-            logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
-            steps = [CudaGraphModule(step, warmup=3) for step in steps]
-        if args.compile or args.cudagraphs:
-            warm_up(steps, agent, run)
-        agent.learn, agent.prepare = steps
-
-        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
-        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        iterations = -(-args.total_timesteps // args.num_envs) // args.num_steps
-        learning_rate, last_step = args.learning_rate, iterations * args.num_steps * args.num_envs
-        while run.global_step < args.total_timesteps:
-            # Act
-            t = (run.global_step - run.first_step) // args.num_envs % args.num_steps
-            if t == 0 and args.anneal_lr:
-                learning_rate = linear_schedule(args.learning_rate, 0.0, last_step, run.global_step)
-                agent.optimizer.lr.fill_(learning_rate)
-            action = agent.act(t, observation)
-            rollout["observation"][t] = observation
-
-            # Step and store; where an episode has ended, the next one begins
-            for i, env in enumerate(envs):
-                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i])
-                rollout["next_observation"][t, i] = next_observation
-                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            rollout["reward"][t], rollout["terminated"][t], rollout["truncated"][t] = rewards, terminated, truncated
-            run.step(rewards, terminated, truncated)
-
-            # Learn from a full rollout (the last one may not get full)
-            if t == args.num_steps - 1:
-                agent.rollout.upload()
-                agent.prepare()
-                for _ in range(args.update_epochs):
-                    order = torch.randperm(args.num_envs * args.num_steps, device=device)
-                    for rows in order.chunk(args.num_minibatches):
-                        agent.minibatch.copy_(rows)
-                        agent.learn()
-                        run.updates += 1
-                    if args.target_kl is not None and agent.losses["approx_kl"] > args.target_kl:
-                        break
-            run.end_step(agent.losses, learning_rate=learning_rate)
 
 
 if __name__ == "__main__":

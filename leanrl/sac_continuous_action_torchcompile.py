@@ -129,7 +129,532 @@ class Args:
     """capture the steps in CUDA graphs"""
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the next such line ----
+# ---- Environments ----
+def make_environments(args: Args) -> list[gym.Env]:
+    """The environments; ends the program with exit status 2 if they can't be made."""
+    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
+    if importlib.util.find_spec("mujoco") is not None:
+        import mujoco
+
+        mujoco.set_mju_user_warning(lambda message: None)
+    sys.path.append(os.getcwd())  # for a `module:Id`
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
+        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
+        is_known = args.env_id.rpartition(":")[2] in gym.registry
+        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
+        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+
+
+def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
+    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
+    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
+        env.action_space.seed(action_seed)
+    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
+
+
+def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest and the highest actions, [A]; ends the program with exit status 2 if float32 can't hold the range."""
+    low, high = (torch.as_tensor(bound).float() for bound in (env.action_space.low, env.action_space.high))
+    if not (high.abs() + low.abs()).isfinite().all():
+        fail("env_id", env.spec.id, f"its actions must be of a range that float32 can hold, not {env.action_space}")
+    return low.to(device), high.to(device)
+
+
+# ---- Networks ----
+class QNetwork(nn.Module):
+    """Action value; [B, observation_dim], [B, action_dim] -> [B]."""
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(observation_dim + action_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc3 = nn.Linear(256, 1)
+
+    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.fc1(torch.cat([observation, action], -1)))
+        return self.fc3(F.relu(self.fc2(x))).squeeze(-1)
+
+
+class GaussianActor(nn.Module):
+    """Mean and log standard deviation of the policy's Gaussian; [B, observation_dim] -> two of [B, action_dim]."""
+
+    def __init__(self, observation_dim: int, action_dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(observation_dim, 256)
+        self.fc2 = nn.Linear(256, 256)
+        self.fc_mean_and_log_std = nn.Linear(256, 2 * action_dim)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = F.relu(self.fc2(F.relu(self.fc1(observation))))
+        mean, log_std = self.fc_mean_and_log_std(x).chunk(2, -1)
+        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
+
+
+def squashed_gaussian(
+    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Action tanh(mean + std · noise) · scale + bias and its log-probability (appendix C); [B, A] -> [B, A], [B]."""
+    squashed = torch.tanh(mean + noise * log_std.exp())
+    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob - torch.log(scale * (1 - squashed.square()) + 1e-6)
+    return squashed * scale + bias, log_prob.sum(-1)
+
+
+# ---- Host and device ----
+def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
+    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return host, host.to(device)
+
+
+# ---- Replay ----
+class ReplayRing:
+    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
+
+    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
+    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
+    bootstrapped from where it leads.
+
+    The host stages transitions, `send` sends them in one copy, and `write` puts them in place. What `send`, `write`,
+    `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
+    """
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
+        self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
+        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
+        frequency = getattr(args, "train_frequency", 1)
+        most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
+        self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
+        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
+        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
+        self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
+        self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
+        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
+
+        space, action_shape = env.observation_space, env.action_space.shape
+        observation_dim = space.shape[0]
+        is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
+        dtype = torch.uint8 if is_uint8 else torch.float32
+        self.fields = TensorDict(
+            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
+            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
+            action=torch.zeros(self.rows, *action_shape, device=device),
+            reward=torch.zeros(self.rows, device=device),
+        )
+        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+
+        # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
+        # slots, the oldest that may be drawn, and how many there are
+        self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
+        self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
+        observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
+        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
+        self.bounds = integers.view(np.int32)[:, 3:]
+        self.sent = torch.get_device_module(device).Event()
+        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
+
+    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
+        """Stages a transition; the environments take turns."""
+        if self.filled == 0:
+            self.sent.synchronize()  # only then may what was sent be overwritten
+        i = self.added % len(self.arrived)
+        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
+        next_slot = slot if terminated else self.take_slot()
+        self.arrived[i] = None if terminated or truncated else next_slot
+        self.owners[slot] = self.added
+        places = (self.added % self.rows, slot, next_slot)
+        transition = (observation, observation if terminated else next_observation, action, reward, places)
+        for column, value in zip(self.columns, transition, strict=True):
+            column[self.filled] = value
+        self.filled, self.added = self.filled + 1, self.added + 1
+
+    def take_slot(self) -> int:
+        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
+        self.taken += 1
+        return (self.taken - 1) % self.slots
+
+    def complete(self) -> None:
+        """Completes the staged rows, with the last of them in place of those that are missing."""
+        if self.filled < len(self.staged):
+            for column in self.columns:
+                column[self.filled :] = column[self.filled - 1]
+        self.bounds[:] = self.oldest, self.added
+        self.filled = 0
+
+    def send(self) -> None:
+        """Sends the staged rows to the device."""
+        self.incoming.copy_(self.staged, non_blocking=True)
+
+    def upload(self) -> None:
+        """Completes the staged rows, sends them, and lets `add` wait until they have left."""
+        self.complete()
+        self.send()
+        self.sent.record()
+
+    def write(self) -> None:
+        """Puts the rows that were sent into the ring; a second call changes nothing."""
+        observations, action, reward, integers = self.incoming.split(self.widths, 1)
+        row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
+        seen, actions = self.fields["observation"], self.fields["action"]
+        seen[slots.flatten().long()] = observations.reshape(slots.numel(), -1).to(seen.dtype)
+        actions[row] = action.view(-1, *actions.shape[1:])
+        self.fields["reward"][row] = reward.squeeze(1)
+        self.fields["slots"][row] = slots
+
+    def draw(self, coming: int = 0) -> torch.Tensor:
+        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
+
+        The newest transition's age is then 0.
+        """
+        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
+        count = (newest + coming - oldest).clamp(1, self.capacity)
+        return torch.randint(2**62, self.drawn.shape, device=self.device) % count
+
+    def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
+        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
+        self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
+        self.turn.zero_()
+
+    def sample(self) -> dict[str, torch.Tensor]:
+        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
+        number = self.drawn.index_select(0, self.turn).squeeze(0)
+        self.turn.add_(1).remainder_(len(self.drawn))
+        return self.gather(number)
+
+    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
+        row = number % self.rows
+        slots = self.fields["slots"][row].long()
+        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
+        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
+        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
+
+    def state_dict(self) -> dict:
+        """What is in it, for a checkpoint."""
+        if self.filled:
+            self.complete()
+        self.send()
+        self.write()
+        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
+        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
+        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
+        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
+        for name, field in self.fields.items():
+            field[: len(state[name])] = state[name]
+        for rows in (self.staged, self.incoming):
+            rows.copy_(state["incoming"])
+        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
+        self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
+        if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
+            self.taken = self.slots + self.taken % len(state["owners"])
+
+
+# ---- For compilation and capture ----
+class FlatModule:
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
+        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
+        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
+        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
+        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
+        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
+            layer.forward = lambda x, layer=layer, forward=layer.forward: (
+                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
+            )
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
+        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
+
+    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
+        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
+
+
+def use_onednn() -> None:
+    """Has oneDNN make the large products of what is compiled on AMD's Zen 5, where MKL leaves AVX-512 unused."""
+    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" and torch.backends.mkldnn.is_available() else ""
+    if not re.search(r"AuthenticAMD\ncpu family\s*: (2[6-9]|[3-9]\d)\n", cpu):  # its family, 26, or a later one
+        return
+    from torch._inductor import decomposition, lowering  # which take long to import
+
+    aten, gemm = torch.ops.aten, torch.ops.mkldnn._linear_pointwise.default
+    lowering.make_fallback(gemm, lowering.constrain_to_fx_strides)  # Inductor's own rule is for constant weights
+
+    def decompose(a, b):
+        is_large = math.prod(a.shape[-2:]) * b.shape[-1] >= 2**21  # fewer are no faster on one or two cores
+        if not is_large or (a.dtype, a.device.type) != (torch.float32, "cpu") or math.prod(a.shape[:-2]) > 8:
+            return (decomposition.mm if a.ndim == 2 else decomposition.bmm)(a, b)
+        if a.ndim == 3:
+            return torch.stack([*map(torch.mm, a, b)])
+        # Behind [None][0] Inductor fuses nothing with it, for which it would take the weights to be constant
+        return gemm(a.contiguous(), b.mT, None, "none", [], "")[None][0]
+
+    decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
+    # Else torch would find what it compiled before. Count up with each change of this function
+    torch.compiler.config.cache_key_tag = "oneDNN 1"
+
+
+class Adam(nn.Module):
+    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
+
+    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
+        super().__init__()
+        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
+        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
+        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
+
+    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.powers.mul_(self.betas)
+        first_correction, second_correction = (1 - self.powers).unbind()
+        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
+        deviation = (self.second_moment / second_correction).sqrt() + self.eps
+        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
+
+
+def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
+    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
+    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
+    devices = [run.device] if run.device.type == "cuda" else []
+    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
+    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
+        for step in 5 * steps:
+            step()
+    agent.load_state_dict(before)
+    run.warmup_seconds += run.now() - started
+    run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
+
+
+# ---- Agent ----
+class CompiledSACAgent(nn.Module):
+    """Networks, their optimisers, and the updates on them; a loss is a function of what it is differentiated by."""
+
+    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
+        super().__init__()
+        self.args, self.buffer, self.write = args, buffer, buffer.write
+        observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
+        self.action_space, (low, high) = env.action_space, action_bounds(env, device)
+        self.scale, self.bias = (high - low) / 2, (high + low) / 2
+        self.actor_module = FlatModule(GaussianActor(observation_dim, self.action_dim))
+        self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
+        self.actor = nn.Buffer(self.actor_module.initial.to(device))
+        critics = torch.stack([self.q_module.initial, twin.initial])
+        # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere
+        self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
+        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
+        log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))
+        self.log_alpha = nn.Buffer(torch.tensor(log_alpha, device=device))
+        self.actor_optimizer = Adam(self.actor, lr=args.policy_lr)
+        self.critic_optimizer = Adam(self.critics, lr=args.q_lr)
+        self.alpha_optimizer = Adam(self.log_alpha, lr=args.q_lr)
+        names = ("qf_loss", "actor_loss", "alpha", *["alpha_loss"] * args.autotune)
+        self.losses = {name: torch.zeros((), device=device) for name in names}
+        self.losses["alpha"].copy_(self.log_alpha.detach().exp())
+        for name, loss in self.losses.items():  # a resumed run logs them until they are computed anew
+            self.register_buffer(f"last_{name}", loss)
+        self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
+        self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
+        self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
+        self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
+        self.acted = torch.cuda.Event(external=True) if args.cudagraphs else torch.get_device_module(device).Event()
+        self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
+
+    def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
+        mean, log_std = self.actor_module(actor, observation)
+        return squashed_gaussian(mean, log_std, torch.randn_like(mean), self.scale, self.bias)
+
+    def q_values(self, critics, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
+        return torch.vmap(lambda critic: self.q_module(critic, observation, action))(critics)
+
+    def act(self, observation: np.ndarray, updates: Sequence[tuple[bool, ...]] = ()) -> np.ndarray:
+        """Sampled actions; [num_envs, observation_dim] -> [num_envs, A].
+
+        `updates`, each the arguments of `learn`, follow the acting: a GPU is still at them when this returns.
+        `must_wait` then tells whether the updates that follow the next actions must wait for the environments.
+        """
+        if not self.has_drawn:
+            self.next_ages.copy_(self.buffer.draw(coming=self.args.num_envs))
+            self.has_drawn = True
+        inbox, outbox = self.host_arrays
+        inbox[:] = observation
+        first, *others = updates or [()]
+        self.exchange(*first)
+        for update in others:
+            self.learn(*update)
+        self.acted.synchronize()
+        self.must_wait, action, space = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim), self.action_space
+        # A rounding may have passed the bounds
+        return np.minimum(np.maximum(action, space.low), space.high).astype(space.dtype, copy=False)
+
+    def exchange(self, *update: bool) -> None:
+        """Sends the observations and what is staged, acts, and fetches the actions; then comes an update, if given."""
+        self.buffer.send()
+        self.observation.copy_(self.host_observation, non_blocking=True)
+        self.choose()
+        self.host_outbox.copy_(self.outbox, non_blocking=True)
+        self.acted.record()
+        if update:
+            self.learn(*update)
+
+    def choose(self) -> None:
+        """Stores what was sent, acts, and draws the transitions of the updates that follow the next actions.
+
+        The updates must wait if a transition of the same step is among them; else they run beside the environments.
+        """
+        self.buffer.write()
+        action, _ = self.policy(self.actor, self.observation)
+        # Ages: of numbers drawn ahead Inductor would lose the copy made before the next draw (issue 198131 of PyTorch)
+        self.buffer.pick(self.next_ages, coming=self.args.num_envs)
+        self.next_ages.copy_(self.buffer.draw(coming=2 * self.args.num_envs))
+        must_wait = self.next_ages.min() < self.args.num_envs
+        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float().view(1)]))
+
+    def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Soft Bellman residual (eq. 5 and 6), summed over both critics."""
+        with torch.no_grad():
+            next_action, next_log_prob = self.policy(self.actor, batch["next_observation"])
+            next_q = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
+            next_value = next_q - self.log_alpha.exp() * next_log_prob
+            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
+        q = self.q_values(critics, batch["observation"], batch["action"])
+        return (q - target).square().mean(1).sum()
+
+    def actor_loss(self, actor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """E[α log π - min Q]: the divergence from exp(min Q / α), but for a factor and a constant (eq. 7)."""
+        action, log_prob = self.policy(actor, batch["observation"])
+        q = self.q_values(self.critics, batch["observation"], action).min(0).values
+        return (self.log_alpha.detach().exp() * log_prob - q).mean()
+
+    def alpha_loss(self, log_alpha: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """E[-α (log π - action_dim)], α's dual loss: α grows while the entropy is below -action_dim (eq. 18)."""
+        with torch.no_grad():
+            _, log_prob = self.policy(self.actor, batch["observation"])
+        return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
+
+    def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
+        gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)  # by name for torch 2.11
+        optimizer.step(parameters, gradient)
+        self.losses[name].copy_(loss.detach())
+
+    def update_critics(self, targets_are_due: bool) -> None:
+        """One update on the next batch, whose observations are kept for the actor's updates."""
+        batch = self.buffer.sample()
+        self.minimize("qf_loss", self.critics, self.critic_optimizer, batch)
+        self.batch["observation"].copy_(batch["observation"])
+        if targets_are_due:
+            self.target_critics.lerp_(self.critics, self.args.tau)
+
+    def update_actor(self) -> None:
+        """One update of the actor, and of α."""
+        self.minimize("actor_loss", self.actor, self.actor_optimizer, self.batch)
+        if self.args.autotune:
+            self.minimize("alpha_loss", self.log_alpha, self.alpha_optimizer, self.batch)
+            self.losses["alpha"].copy_(self.log_alpha.detach().exp())
+
+    def learn(self, policy_is_due: bool, targets_are_due: bool) -> None:
+        """One update of everything that is due."""
+        self.update_critics(targets_are_due)
+        if policy_is_due:
+            for _ in range(self.args.policy_frequency):
+                self.update_actor()
+
+
+def main(args: Args) -> None:
+    check_args(args)
+    check_replay(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    envs = make_environments(args)
+    check_continuous_spaces(args, envs[0])
+    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    with room_for(args):
+        buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
+        agent = CompiledSACAgent(args, envs[0], device, buffer)
+    announce_replay(args, buffer, device)
+
+    with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
+        for env in envs:
+            stack.enter_context(env)  # which closes it in the end
+        policy, targets = args.policy_frequency, args.target_network_frequency
+        # Compilation: full graphs to act and to update. Capture: one to act, with its transfers, one for each kind of
+        # update, one to act and make it, and one to store what an update must wait for
+        if args.compile:
+            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
+            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
+            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
+            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # guards what changes
+            use_onednn()
+            for name in ("choose", "update_critics", "update_actor"):  # with a copy, as it pops the filter
+                setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options=dict(options)))
+        numbers = range(min(policy * targets, args.total_timesteps + args.num_envs))
+        kinds = dict.fromkeys((n % policy == 0, n % targets == 0) for n in numbers)
+        logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
+        capture = functools.partial(CudaGraphModule, warmup=3) if args.cudagraphs else lambda step: step
+        learn = {kind: capture(functools.partial(agent.learn, *kind)) for kind in kinds}
+        exchange = {kind: capture(functools.partial(agent.exchange, *kind)) for kind in [(), *kinds]}
+        agent.write = capture(buffer.write)
+        if args.compile or args.cudagraphs:
+            warm_up([agent.write, *learn.values(), *exchange.values()], agent, run)
+        agent.learn, agent.exchange = lambda *kind: learn[kind](), lambda *kind: exchange[kind]()
+
+        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
+        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
+        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
+        while run.global_step < args.total_timesteps:
+            # Act; learn while the environments step, unless a batch has a transition that is still to come
+            is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
+            numbers = range(run.updates, run.updates + args.num_envs) if is_learning else ()
+            updates = [(n % policy == 0, n % targets == 0) for n in numbers]
+            at_once, afterwards = ([], updates) if must_wait else (updates, [])
+            if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
+                action = [env.action_space.sample() for env in envs]
+            else:
+                action = agent.act(observation, at_once)
+                run.updates += len(at_once)
+
+            # Step and store; where an episode has ended, the next one begins. An environment may write to its action
+            for i, env in enumerate(envs):
+                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i].copy())
+                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
+                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
+            run.step(rewards, terminated, truncated)
+
+            # Learn what had to wait: one update for each step of each environment
+            if must_wait:
+                buffer.upload()
+                agent.write()
+                for update in afterwards:
+                    agent.learn(*update)
+                    run.updates += 1
+            else:
+                buffer.complete()  # and the next `act` sends and writes it
+            run.end_step(agent.losses, learning_rate=args.policy_lr)
+
+
+# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 
@@ -484,33 +1009,6 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
             fail("save_replay", True, f"needs {size / 1e6:.1f} MB on the disk, where {free / 1e6:.1f} MB are free")
 
 
-# ---- Environments ----
-def make_environments(args: Args) -> list[gym.Env]:
-    """The environments; ends the program with exit status 2 if they can't be made."""
-    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
-    if importlib.util.find_spec("mujoco") is not None:
-        import mujoco
-
-        mujoco.set_mju_user_warning(lambda message: None)
-    sys.path.append(os.getcwd())  # for a `module:Id`
-    try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-    except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
-        nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
-        is_known = args.env_id.rpartition(":")[2] in gym.registry
-        problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
-
-
-def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
-    seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
-    for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
-        env.action_space.seed(action_seed)
-    return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
-
-
 def check_continuous_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
     observations, actions = env.observation_space, env.action_space
@@ -519,504 +1017,6 @@ def check_continuous_spaces(args: Args, env: gym.Env) -> None:
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
         fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
-
-
-def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest and the highest actions, [A]; ends the program with exit status 2 if float32 can't hold the range."""
-    low, high = (torch.as_tensor(bound).float() for bound in (env.action_space.low, env.action_space.high))
-    if not (high.abs() + low.abs()).isfinite().all():
-        fail("env_id", env.spec.id, f"its actions must be of a range that float32 can hold, not {env.action_space}")
-    return low.to(device), high.to(device)
-
-
-# ---- Networks ----
-class QNetwork(nn.Module):
-    """Action value; [B, observation_dim], [B, action_dim] -> [B]."""
-
-    def __init__(self, observation_dim: int, action_dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(observation_dim + action_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc3 = nn.Linear(256, 1)
-
-    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.fc1(torch.cat([observation, action], -1)))
-        return self.fc3(F.relu(self.fc2(x))).squeeze(-1)
-
-
-class GaussianActor(nn.Module):
-    """Mean and log standard deviation of the policy's Gaussian; [B, observation_dim] -> two of [B, action_dim]."""
-
-    def __init__(self, observation_dim: int, action_dim: int):
-        super().__init__()
-        self.fc1 = nn.Linear(observation_dim, 256)
-        self.fc2 = nn.Linear(256, 256)
-        self.fc_mean_and_log_std = nn.Linear(256, 2 * action_dim)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = F.relu(self.fc2(F.relu(self.fc1(observation))))
-        mean, log_std = self.fc_mean_and_log_std(x).chunk(2, -1)
-        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1) / 2
-
-
-def squashed_gaussian(
-    mean: torch.Tensor, log_std: torch.Tensor, noise: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Action tanh(mean + std · noise) · scale + bias and its log-probability (appendix C); [B, A] -> [B, A], [B]."""
-    squashed = torch.tanh(mean + noise * log_std.exp())
-    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob = log_prob - torch.log(scale * (1 - squashed.square()) + 1e-6)
-    return squashed * scale + bias, log_prob.sum(-1)
-
-
-# ---- Host and device ----
-def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in the host's memory, pinned for CUDA, and on `device`; for a CPU they are the same tensor."""
-    host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return host, host.to(device)
-
-
-# ---- Replay ----
-class ReplayRing:
-    """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
-
-    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
-    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
-    bootstrapped from where it leads.
-
-    The host stages transitions, `send` sends them in one copy, and `write` puts them in place. What `send`, `write`,
-    `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
-    """
-
-    def __init__(self, args: Args, env: gym.Env, device: torch.device, batches: int = 1):
-        self.capacity = min(args.buffer_size, args.total_timesteps + args.num_envs)
-        self.device, self.added, self.oldest, self.filled = device, 0, 0, 0
-        frequency = getattr(args, "train_frequency", 1)
-        most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
-        self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
-        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
-        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
-        self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
-        self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
-        self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew
-
-        space, action_shape = env.observation_space, env.action_space.shape
-        observation_dim = space.shape[0]
-        is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
-        dtype = torch.uint8 if is_uint8 else torch.float32
-        self.fields = TensorDict(
-            observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
-            slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
-            action=torch.zeros(self.rows, *action_shape, device=device),
-            reward=torch.zeros(self.rows, device=device),
-        )
-        self.drawn = torch.zeros(batches, args.batch_size, dtype=torch.long, device=device)
-        self.turn = torch.zeros(1, dtype=torch.long, device=device)
-
-        # What is sent of a transition: both observations, action, reward, and the bits of five integers, its row and
-        # slots, the oldest that may be drawn, and how many there are
-        self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
-        self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
-        observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
-        self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
-        self.bounds = integers.view(np.int32)[:, 3:]
-        self.sent = torch.get_device_module(device).Event()
-        self.nbytes = sum(field.nbytes for field in self.fields.values())
-        self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
-
-    def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
-        """Stages a transition; the environments take turns."""
-        if self.filled == 0:
-            self.sent.synchronize()  # only then may what was sent be overwritten
-        i = self.added % len(self.arrived)
-        slot = self.take_slot() if self.arrived[i] is None else self.arrived[i]
-        next_slot = slot if terminated else self.take_slot()
-        self.arrived[i] = None if terminated or truncated else next_slot
-        self.owners[slot] = self.added
-        places = (self.added % self.rows, slot, next_slot)
-        transition = (observation, observation if terminated else next_observation, action, reward, places)
-        for column, value in zip(self.columns, transition, strict=True):
-            column[self.filled] = value
-        self.filled, self.added = self.filled + 1, self.added + 1
-
-    def take_slot(self) -> int:
-        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
-        self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
-        self.taken += 1
-        return (self.taken - 1) % self.slots
-
-    def complete(self) -> None:
-        """Completes the staged rows, with the last of them in place of those that are missing."""
-        if self.filled < len(self.staged):
-            for column in self.columns:
-                column[self.filled :] = column[self.filled - 1]
-        self.bounds[:] = self.oldest, self.added
-        self.filled = 0
-
-    def send(self) -> None:
-        """Sends the staged rows to the device."""
-        self.incoming.copy_(self.staged, non_blocking=True)
-
-    def upload(self) -> None:
-        """Completes the staged rows, sends them, and lets `add` wait until they have left."""
-        self.complete()
-        self.send()
-        self.sent.record()
-
-    def write(self) -> None:
-        """Puts the rows that were sent into the ring; a second call changes nothing."""
-        observations, action, reward, integers = self.incoming.split(self.widths, 1)
-        row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
-        seen, actions = self.fields["observation"], self.fields["action"]
-        seen[slots.flatten().long()] = observations.reshape(slots.numel(), -1).to(seen.dtype)
-        actions[row] = action.view(-1, *actions.shape[1:])
-        self.fields["reward"][row] = reward.squeeze(1)
-        self.fields["slots"][row] = slots
-
-    def draw(self, coming: int = 0) -> torch.Tensor:
-        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
-
-        The newest transition's age is then 0.
-        """
-        oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
-        count = (newest + coming - oldest).clamp(1, self.capacity)
-        return torch.randint(2**62, self.drawn.shape, device=self.device) % count
-
-    def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
-        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
-        self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
-        self.turn.zero_()
-
-    def sample(self) -> dict[str, torch.Tensor]:
-        """The next of the batches drawn: float32 tensors of [batch_size, ...] by their names."""
-        number = self.drawn.index_select(0, self.turn).squeeze(0)
-        self.turn.add_(1).remainder_(len(self.drawn))
-        return self.gather(number)
-
-    def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The transitions of these numbers; [B] -> tensors of [B, ...]."""
-        row = number % self.rows
-        slots = self.fields["slots"][row].long()
-        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
-        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
-        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
-
-    def state_dict(self) -> dict:
-        """What is in it, for a checkpoint."""
-        if self.filled:
-            self.complete()
-        self.send()
-        self.write()
-        state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
-        state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
-        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
-        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
-
-    def load_state_dict(self, state: Mapping) -> None:
-        """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
-        for name, field in self.fields.items():
-            field[: len(state[name])] = state[name]
-        for rows in (self.staged, self.incoming):
-            rows.copy_(state["incoming"])
-        self.owners[: len(state["owners"])] = array.array("i", state["owners"].tolist())
-        self.added, self.oldest, self.taken = (state[name] for name in ("added", "oldest", "taken"))
-        if len(state["owners"]) < min(self.taken, self.slots):  # it has grown, and had taken all of its slots
-            self.taken = self.slots + self.taken % len(state["owners"])
-
-
-# ---- For compilation and capture ----
-class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
-        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
-        self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
-        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
-            layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-            )
-
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The module's parameters, in their order, as views of `flat`, [P] or longer."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
-        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
-
-    def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
-
-
-def use_onednn() -> None:
-    """Has oneDNN make the large products of what is compiled on AMD's Zen 5, where MKL leaves AVX-512 unused."""
-    cpu = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" and torch.backends.mkldnn.is_available() else ""
-    if not re.search(r"AuthenticAMD\ncpu family\s*: (2[6-9]|[3-9]\d)\n", cpu):  # its family, 26, or a later one
-        return
-    from torch._inductor import decomposition, lowering  # which take long to import
-
-    aten, gemm = torch.ops.aten, torch.ops.mkldnn._linear_pointwise.default
-    lowering.make_fallback(gemm, lowering.constrain_to_fx_strides)  # Inductor's own rule is for constant weights
-
-    def decompose(a, b):
-        is_large = math.prod(a.shape[-2:]) * b.shape[-1] >= 2**21  # fewer are no faster on one or two cores
-        if not is_large or (a.dtype, a.device.type) != (torch.float32, "cpu") or math.prod(a.shape[:-2]) > 8:
-            return (decomposition.mm if a.ndim == 2 else decomposition.bmm)(a, b)
-        if a.ndim == 3:
-            return torch.stack([*map(torch.mm, a, b)])
-        # Behind [None][0] Inductor fuses nothing with it, for which it would take the weights to be constant
-        return gemm(a.contiguous(), b.mT, None, "none", [], "")[None][0]
-
-    decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
-    # Else torch would find what it compiled before. Count up with each change of this function
-    torch.compiler.config.cache_key_tag = "oneDNN 1"
-
-
-class Adam(nn.Module):
-    """Adam (Kingma and Ba 2015, algorithm 1) on one tensor, in place, with all its state on the device."""
-
-    def __init__(self, like: torch.Tensor, lr: float, eps: float = 1e-8):
-        super().__init__()
-        self.first_moment, self.second_moment = (nn.Buffer(torch.zeros_like(like)) for _ in range(2))
-        self.powers = nn.Buffer(like.new_ones(2))  # β1^t, β2^t: computed from t they would cost every element
-        self.lr, self.betas, self.eps = nn.Buffer(like.new_tensor(lr)), like.new_tensor([0.9, 0.999]), eps
-
-    def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.powers.mul_(self.betas)
-        first_correction, second_correction = (1 - self.powers).unbind()
-        self.first_moment.lerp_(gradient, 1 - 0.9)
-        self.second_moment.lerp_(gradient.square(), 1 - 0.999)
-        deviation = (self.second_moment / second_correction).sqrt() + self.eps
-        parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
-
-
-def warm_up(steps: list, agent: nn.Module, run: Run) -> None:
-    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
-    started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
-    devices = [run.device] if run.device.type == "cuda" else []
-    # Inductor warns that TF32 is off, and of a softmax that it could have made faster
-    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
-        for step in 5 * steps:
-            step()
-    agent.load_state_dict(before)
-    run.warmup_seconds += run.now() - started
-    run.last_log = (run.global_step, time.perf_counter())  # no line of metrics counts this time
-
-
-# ---- Agent ----
-class CompiledSACAgent(nn.Module):
-    """Networks, their optimisers, and the updates on them; a loss is a function of what it is differentiated by."""
-
-    def __init__(self, args: Args, env: gym.Env, device: torch.device, buffer: ReplayRing):
-        super().__init__()
-        self.args, self.buffer, self.write = args, buffer, buffer.write
-        observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        self.action_space, (low, high) = env.action_space, action_bounds(env, device)
-        self.scale, self.bias = (high - low) / 2, (high + low) / 2
-        self.actor_module = FlatModule(GaussianActor(observation_dim, self.action_dim))
-        self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
-        self.actor = nn.Buffer(self.actor_module.initial.to(device))
-        critics = torch.stack([self.q_module.initial, twin.initial])
-        # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere
-        self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
-        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
-        log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))
-        self.log_alpha = nn.Buffer(torch.tensor(log_alpha, device=device))
-        self.actor_optimizer = Adam(self.actor, lr=args.policy_lr)
-        self.critic_optimizer = Adam(self.critics, lr=args.q_lr)
-        self.alpha_optimizer = Adam(self.log_alpha, lr=args.q_lr)
-        names = ("qf_loss", "actor_loss", "alpha", *["alpha_loss"] * args.autotune)
-        self.losses = {name: torch.zeros((), device=device) for name in names}
-        self.losses["alpha"].copy_(self.log_alpha.detach().exp())
-        for name, loss in self.losses.items():  # a resumed run logs them until they are computed anew
-            self.register_buffer(f"last_{name}", loss)
-        self.batch = {"observation": torch.zeros(args.batch_size, observation_dim, device=device)}
-        self.host_observation, self.observation = mirrored(args.num_envs, observation_dim, device=device)
-        self.host_outbox, self.outbox = mirrored(args.num_envs * self.action_dim + 1, device=device)
-        self.host_arrays = self.host_observation.numpy(), self.host_outbox.numpy()
-        self.acted = torch.cuda.Event(external=True) if args.cudagraphs else torch.get_device_module(device).Event()
-        self.next_ages, self.has_drawn, self.must_wait = torch.zeros_like(buffer.drawn), False, True
-
-    def policy(self, actor, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sampled action and its log-probability; [B, observation_dim] -> [B, A], [B]."""
-        mean, log_std = self.actor_module(actor, observation)
-        return squashed_gaussian(mean, log_std, torch.randn_like(mean), self.scale, self.bias)
-
-    def q_values(self, critics, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """Both critics' values; [B, observation_dim], [B, A] -> [2, B]."""
-        return torch.vmap(lambda critic: self.q_module(critic, observation, action))(critics)
-
-    def act(self, observation: np.ndarray, updates: Sequence[tuple[bool, ...]] = ()) -> np.ndarray:
-        """Sampled actions; [num_envs, observation_dim] -> [num_envs, A].
-
-        `updates`, each the arguments of `learn`, follow the acting: a GPU is still at them when this returns.
-        `must_wait` then tells whether the updates that follow the next actions must wait for the environments.
-        """
-        if not self.has_drawn:
-            self.next_ages.copy_(self.buffer.draw(coming=self.args.num_envs))
-            self.has_drawn = True
-        inbox, outbox = self.host_arrays
-        inbox[:] = observation
-        first, *others = updates or [()]
-        self.exchange(*first)
-        for update in others:
-            self.learn(*update)
-        self.acted.synchronize()
-        self.must_wait, action, space = bool(outbox[-1]), outbox[:-1].reshape(-1, self.action_dim), self.action_space
-        # A rounding may have passed the bounds
-        return np.minimum(np.maximum(action, space.low), space.high).astype(space.dtype, copy=False)
-
-    def exchange(self, *update: bool) -> None:
-        """Sends the observations and what is staged, acts, and fetches the actions; then comes an update, if given."""
-        self.buffer.send()
-        self.observation.copy_(self.host_observation, non_blocking=True)
-        self.choose()
-        self.host_outbox.copy_(self.outbox, non_blocking=True)
-        self.acted.record()
-        if update:
-            self.learn(*update)
-
-    def choose(self) -> None:
-        """Stores what was sent, acts, and draws the transitions of the updates that follow the next actions.
-
-        The updates must wait if a transition of the same step is among them; else they run beside the environments.
-        """
-        self.buffer.write()
-        action, _ = self.policy(self.actor, self.observation)
-        # Ages: of numbers drawn ahead Inductor would lose the copy made before the next draw (issue 198131 of PyTorch)
-        self.buffer.pick(self.next_ages, coming=self.args.num_envs)
-        self.next_ages.copy_(self.buffer.draw(coming=2 * self.args.num_envs))
-        must_wait = self.next_ages.min() < self.args.num_envs
-        self.outbox.copy_(torch.cat([action.flatten(), must_wait.float().view(1)]))
-
-    def qf_loss(self, critics, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Soft Bellman residual (eq. 5 and 6), summed over both critics."""
-        with torch.no_grad():
-            next_action, next_log_prob = self.policy(self.actor, batch["next_observation"])
-            next_q = self.q_values(self.target_critics, batch["next_observation"], next_action).min(0).values
-            next_value = next_q - self.log_alpha.exp() * next_log_prob
-            target = batch["reward"] + self.args.gamma * (1 - batch["terminated"]) * next_value
-        q = self.q_values(critics, batch["observation"], batch["action"])
-        return (q - target).square().mean(1).sum()
-
-    def actor_loss(self, actor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """E[α log π - min Q]: the divergence from exp(min Q / α), but for a factor and a constant (eq. 7)."""
-        action, log_prob = self.policy(actor, batch["observation"])
-        q = self.q_values(self.critics, batch["observation"], action).min(0).values
-        return (self.log_alpha.detach().exp() * log_prob - q).mean()
-
-    def alpha_loss(self, log_alpha: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """E[-α (log π - action_dim)], α's dual loss: α grows while the entropy is below -action_dim (eq. 18)."""
-        with torch.no_grad():
-            _, log_prob = self.policy(self.actor, batch["observation"])
-        return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
-
-    def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
-        """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
-        gradient, loss = torch.func.grad_and_value(getattr(self, name))(parameters, batch)  # by name for torch 2.11
-        optimizer.step(parameters, gradient)
-        self.losses[name].copy_(loss.detach())
-
-    def update_critics(self, targets_are_due: bool) -> None:
-        """One update on the next batch, whose observations are kept for the actor's updates."""
-        batch = self.buffer.sample()
-        self.minimize("qf_loss", self.critics, self.critic_optimizer, batch)
-        self.batch["observation"].copy_(batch["observation"])
-        if targets_are_due:
-            self.target_critics.lerp_(self.critics, self.args.tau)
-
-    def update_actor(self) -> None:
-        """One update of the actor, and of α."""
-        self.minimize("actor_loss", self.actor, self.actor_optimizer, self.batch)
-        if self.args.autotune:
-            self.minimize("alpha_loss", self.log_alpha, self.alpha_optimizer, self.batch)
-            self.losses["alpha"].copy_(self.log_alpha.detach().exp())
-
-    def learn(self, policy_is_due: bool, targets_are_due: bool) -> None:
-        """One update of everything that is due."""
-        self.update_critics(targets_are_due)
-        if policy_is_due:
-            for _ in range(self.args.policy_frequency):
-                self.update_actor()
-
-
-def main(args: Args) -> None:
-    check_args(args)
-    check_replay(args)
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.backends.cuda.matmul.allow_tf32 = args.tf32
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs = make_environments(args)
-    check_continuous_spaces(args, envs[0])
-    torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    with room_for(args):
-        buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
-        agent = CompiledSACAgent(args, envs[0], device, buffer)
-    announce_replay(args, buffer, device)
-
-    with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
-        for env in envs:
-            stack.enter_context(env)  # which closes it in the end
-        policy, targets = args.policy_frequency, args.target_network_frequency
-        # Compilation: full graphs to act and to update. Capture: one to act, with its transfers, one for each kind of
-        # update, one to act and make it, and one to store what an update must wait for
-        if args.compile:
-            torch.compiler.reset()  # forgets what earlier runs in this process have compiled
-            options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
-            options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
-            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # guards what changes
-            use_onednn()
-            for name in ("choose", "update_critics", "update_actor"):  # with a copy, as it pops the filter
-                setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options=dict(options)))
-        numbers = range(min(policy * targets, args.total_timesteps + args.num_envs))
-        kinds = dict.fromkeys((n % policy == 0, n % targets == 0) for n in numbers)
-        logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
-        capture = functools.partial(CudaGraphModule, warmup=3) if args.cudagraphs else lambda step: step
-        learn = {kind: capture(functools.partial(agent.learn, *kind)) for kind in kinds}
-        exchange = {kind: capture(functools.partial(agent.exchange, *kind)) for kind in [(), *kinds]}
-        agent.write = capture(buffer.write)
-        if args.compile or args.cudagraphs:
-            warm_up([agent.write, *learn.values(), *exchange.values()], agent, run)
-        agent.learn, agent.exchange = lambda *kind: learn[kind](), lambda *kind: exchange[kind]()
-
-        observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
-        rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
-        learning_starts = args.learning_starts + (0 if args.save_replay else run.first_step)  # without a replay: anew
-        while run.global_step < args.total_timesteps:
-            # Act; learn while the environments step, unless a batch has a transition that is still to come
-            is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
-            numbers = range(run.updates, run.updates + args.num_envs) if is_learning else ()
-            updates = [(n % policy == 0, n % targets == 0) for n in numbers]
-            at_once, afterwards = ([], updates) if must_wait else (updates, [])
-            if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
-                action = [env.action_space.sample() for env in envs]
-            else:
-                action = agent.act(observation, at_once)
-                run.updates += len(at_once)
-
-            # Step and store; where an episode has ended, the next one begins. An environment may write to its action
-            for i, env in enumerate(envs):
-                next_observation, rewards[i], terminated[i], truncated[i], _ = env.step(action[i].copy())
-                buffer.add(observation[i], next_observation, action[i], rewards[i], terminated[i], truncated[i])
-                observation[i] = env.reset()[0] if terminated[i] or truncated[i] else next_observation
-            run.step(rewards, terminated, truncated)
-
-            # Learn what had to wait: one update for each step of each environment
-            if must_wait:
-                buffer.upload()
-                agent.write()
-                for update in afterwards:
-                    agent.learn(*update)
-                    run.updates += 1
-            else:
-                buffer.complete()  # and the next `act` sends and writes it
-            run.end_step(agent.losses, learning_rate=args.policy_lr)
 
 
 if __name__ == "__main__":

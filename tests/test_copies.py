@@ -31,7 +31,7 @@ def copy_of(tmp_path, monkeypatch):
         source = (LEANRL / f"{script}.py").read_text()
         source, cuts = re.subn(r"^    track: .*?^    resume: .*?\n.*?\n", "", source, flags=re.M | re.S)
         assert cuts == 1  # fields that README says can go, too
-        before, after = re.split(r"^# ---- Checks and recording.*?(?=^# ---- )", source, flags=re.M | re.S)
+        before, after = re.split(r"^# ---- Checks and recording.*?(?=^if __name__)", source, flags=re.M | re.S)
         (stand_in,) = re.findall(r"^## Copy the algorithm alone.*?^```python\n(.*?)^```", README, flags=re.M | re.S)
         path = tmp_path / f"{script}_copy.py"
         path.write_text(f"{before}{stand_in}\n\n{after}")
