@@ -285,6 +285,18 @@ def test_check_catches_a_stale_table(readme, results):
         tables.main(check)
 
 
+def test_hardware_tells_processors_of_one_name_apart_by_their_family(monkeypatch):
+    probe = {"threads": 2, "gpu": None}
+    monkeypatch.setattr(speed.sys, "platform", "linux")
+    for family in (25, 26):
+        text = f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel name\t: AMD EPYC\n\n" * 2
+        monkeypatch.setattr(speed.Path, "read_text", lambda self, text=text: text)
+        about = speed.hardware(probe)
+        assert (about["cpu"], about["cpu_family"], about["torch_threads"]) == ("AMD EPYC", family, 2)
+    monkeypatch.setattr(speed.sys, "platform", "darwin")
+    assert speed.hardware(probe)["cpu_family"] is None
+
+
 def test_newest_file_of_each_machine_and_script(results):
     for name, date, fps, hardware in (("cpu_b", "2026-03-01", 7, {}), ("gpu", "2025-01-01", 9000, {"gpu": "A GPU"})):
         result = made_up_result("speed", [made_up_run("dqn", "eager", 1, fps)], f"{date}T00:00:00+00:00", **hardware)
