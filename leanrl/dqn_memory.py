@@ -64,6 +64,7 @@ except ImportError:  # PyTorch for CPUs, macOS, Windows: the text of a kernel st
     triton, tl = None, SimpleNamespace(constexpr=None)
 
 
+# Types of arguments, with the ranges that `check_args` tells of and enforces
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
@@ -1185,7 +1186,7 @@ def main(args: Args) -> None:
             run.end_step(agent.losses, learning_rate=args.learning_rate, epsilon=epsilon)
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+# ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 

@@ -50,6 +50,7 @@ import tyro
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+# Types of arguments, with the ranges that `check_args` tells of and enforces
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
@@ -354,7 +355,7 @@ def main(args: Args) -> None:
             run.end_step(agent.losses, learning_rate=learning_rate)
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+# ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 

@@ -51,6 +51,7 @@ from tqdm import tqdm
 
 FRAMES = (4, 84, 84)  # the last four images, of bytes
 
+# Types of arguments, with the ranges that `check_args` tells of and enforces
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
@@ -387,12 +388,11 @@ def main(args: Args) -> None:
         groups = [Emulators(args.env_id, seeds[n : n + size], first=n) for n in range(0, args.num_envs, size)]
         t, learning_rate = 0, args.learning_rate
         while run.global_step < args.total_timesteps:
-            # Act
+            # Act in turn: a group first enters what its last actions led to
             if t == 0 and args.anneal_lr:
                 learning_rate = linear_schedule(args.learning_rate, 0.0, args.total_timesteps, run.global_step)
                 agent.optimizer.param_groups[0]["lr"] = learning_rate
             for games in groups:
-                # Step and store
                 if t > 0:
                     games.receive(agent.rollout.arrays, t - 1, run)
                 games.pool.send(agent.act(t, games.env_ids, games.observation))
@@ -417,7 +417,7 @@ def main(args: Args) -> None:
             run.end_step(agent.losses, learning_rate=learning_rate)
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+# ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 

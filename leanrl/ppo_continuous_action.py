@@ -49,6 +49,7 @@ import tyro
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+# Types of arguments, with the ranges that `check_args` tells of and enforces
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
@@ -410,7 +411,7 @@ def main(args: Args) -> None:
             rollout["observation"][t] = observation
 
             # Step and store; where an episode has ended, the next one begins
-            clipped = action.clip(agent.low, agent.high)
+            clipped = action.clip(agent.low, agent.high).astype(agent.low.dtype, copy=False)
             for i, env in enumerate(envs):
                 raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
             ended = [i for i in range(args.num_envs) if terminated[i] or truncated[i]]
@@ -436,7 +437,7 @@ def main(args: Args) -> None:
             run.end_step(agent.losses, learning_rate=learning_rate)
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+# ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 

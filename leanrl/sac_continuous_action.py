@@ -56,6 +56,7 @@ from tqdm import tqdm
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
+# Types of arguments, with the ranges that `check_args` tells of and enforces
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
@@ -118,7 +119,7 @@ class Args:
     alpha: NonNegative = 0.2
     """entropy temperature α when it is not tuned"""
     autotune: bool = True
-    """tune α towards an entropy of minus the number of action dimensions"""
+    """tune α towards an entropy of minus the number of action dimensions, for actions in [-1, 1]"""
 
 
 # ---- Environments ----
@@ -361,6 +362,8 @@ class SACAgent(nn.Module):
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
+        # That of actions in [-1, 1] is -action_dim (appendix D); another range shifts an entropy by its logarithm
+        self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim
         self.actor = GaussianActor(observation_dim, self.action_dim).to(device)
         self.critics = nn.ModuleList([QNetwork(observation_dim, self.action_dim) for _ in range(2)]).to(device)
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
@@ -451,10 +454,10 @@ class SACAgent(nn.Module):
         return (self.log_alpha.detach().exp() * log_prob - q).mean()
 
     def alpha_loss(self, log_alpha: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """E[-α (log π - action_dim)], α's dual loss: α grows while the entropy is below -action_dim (eq. 18)."""
+        """E[-α (log π + target entropy)], α's dual loss: α grows while the entropy is below its target (eq. 18)."""
         with torch.no_grad():
             _, log_prob = self.policy(self.actor, batch["observation"])
-        return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
+        return (-log_alpha.exp() * (log_prob + self.target_entropy)).mean()
 
     def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
@@ -510,7 +513,7 @@ def main(args: Args) -> None:
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
-        policy, targets = args.policy_frequency, args.target_network_frequency
+        policy_frequency, target_frequency = args.policy_frequency, args.target_network_frequency
 
         observation = np.stack(first_observations(envs, args.seed, run.global_step), dtype=np.float32)
         rewards, terminated, truncated = ([0] * args.num_envs for _ in range(3))
@@ -519,7 +522,7 @@ def main(args: Args) -> None:
             # Act; learn while the environments step, unless a batch has a transition that is still to come
             is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
             numbers = range(run.updates, run.updates + args.num_envs) if is_learning else ()
-            updates = [(n % policy == 0, n % targets == 0) for n in numbers]
+            updates = [(n % policy_frequency == 0, n % target_frequency == 0) for n in numbers]
             at_once, afterwards = ([], updates) if must_wait else (updates, [])
             if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
                 action = [env.action_space.sample() for env in envs]
@@ -546,7 +549,7 @@ def main(args: Args) -> None:
             run.end_step(agent.losses, learning_rate=args.policy_lr)
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+# ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 

@@ -59,6 +59,7 @@ from tqdm import tqdm
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
+# Types of arguments, with the ranges that `check_args` tells of and enforces
 Seed = Annotated[int, ("must lie in [0, 2**32)", 0, 2**32 - 1)]
 Count = Annotated[int, ("must lie in [1, 2**31)", 1, 2**31 - 1)]
 Natural = Annotated[int, ("must lie in [0, 2**31)", 0, 2**31 - 1)]
@@ -121,7 +122,7 @@ class Args:
     alpha: NonNegative = 0.2
     """entropy temperature α when it is not tuned"""
     autotune: bool = True
-    """tune α towards an entropy of minus the number of action dimensions"""
+    """tune α towards an entropy of minus the number of action dimensions, for actions in [-1, 1]"""
 
     compile: bool = False
     """compile the steps with torch.compile"""
@@ -449,6 +450,8 @@ class CompiledSACAgent(nn.Module):
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
+        # That of actions in [-1, 1] is -action_dim (appendix D); another range shifts an entropy by its logarithm
+        self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim
         self.actor_module = FlatModule(GaussianActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
         self.actor = nn.Buffer(self.actor_module.initial.to(device))
@@ -542,10 +545,10 @@ class CompiledSACAgent(nn.Module):
         return (self.log_alpha.detach().exp() * log_prob - q).mean()
 
     def alpha_loss(self, log_alpha: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """E[-α (log π - action_dim)], α's dual loss: α grows while the entropy is below -action_dim (eq. 18)."""
+        """E[-α (log π + target entropy)], α's dual loss: α grows while the entropy is below its target (eq. 18)."""
         with torch.no_grad():
             _, log_prob = self.policy(self.actor, batch["observation"])
-        return (-log_alpha.exp() * (log_prob - self.action_dim)).mean()
+        return (-log_alpha.exp() * (log_prob + self.target_entropy)).mean()
 
     def minimize(self, name: str, parameters, optimizer, batch: dict[str, torch.Tensor]) -> None:
         """One step of the optimiser on the loss that the method `name` gives, which is logged under it."""
@@ -598,7 +601,7 @@ def main(args: Args) -> None:
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:
         for env in envs:
             stack.enter_context(env)  # which closes it in the end
-        policy, targets = args.policy_frequency, args.target_network_frequency
+        policy_frequency, target_frequency = args.policy_frequency, args.target_network_frequency
         # Compilation: full graphs to act and to update. Capture: one to act, with its transfers, one for each kind of
         # update, one to act and make it, and one to store what an update must wait for
         if args.compile:
@@ -609,8 +612,8 @@ def main(args: Args) -> None:
             use_onednn()
             for name in ("choose", "update_critics", "update_actor"):  # with a copy, as it pops the filter
                 setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options=dict(options)))
-        numbers = range(min(policy * targets, args.total_timesteps + args.num_envs))
-        kinds = dict.fromkeys((n % policy == 0, n % targets == 0) for n in numbers)
+        numbers = range(min(policy_frequency * target_frequency, args.total_timesteps + args.num_envs))
+        kinds = dict.fromkeys((n % policy_frequency == 0, n % target_frequency == 0) for n in numbers)
         logging.getLogger("tensordict").setLevel("WARNING")  # it would tell of each capture
         capture = functools.partial(CudaGraphModule, warmup=3) if args.cudagraphs else lambda step: step
         learn = {kind: capture(functools.partial(agent.learn, *kind)) for kind in kinds}
@@ -627,7 +630,7 @@ def main(args: Args) -> None:
             # Act; learn while the environments step, unless a batch has a transition that is still to come
             is_learning, must_wait = run.global_step >= learning_starts, agent.must_wait
             numbers = range(run.updates, run.updates + args.num_envs) if is_learning else ()
-            updates = [(n % policy == 0, n % targets == 0) for n in numbers]
+            updates = [(n % policy_frequency == 0, n % target_frequency == 0) for n in numbers]
             at_once, afterwards = ([], updates) if must_wait else (updates, [])
             if not is_learning and run.updates == 0:  # a policy that has learned collects a lost replay anew
                 action = [env.action_space.sample() for env in envs]
@@ -654,7 +657,7 @@ def main(args: Args) -> None:
             run.end_step(agent.losses, learning_rate=args.policy_lr)
 
 
-# ---- Checks and recording: not the algorithm. A copied script may lose this part, down to the last two lines ----
+# ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
 CHECKPOINT_FORMAT = 12
 

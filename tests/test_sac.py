@@ -106,7 +106,7 @@ def test_twenty_updates_are_those_of_a_plain_version():
             minimize((log_alpha.exp().detach() * log_prob - value).mean(), actor_optimizer)
             with torch.no_grad():
                 _, log_prob = sampled(observation)
-            minimize((-log_alpha.exp() * (log_prob - 3)).mean(), alpha_optimizer)
+            minimize((-log_alpha.exp() * (log_prob + scale.log().sum() - 3)).mean(), alpha_optimizer)
     assert agent.log_alpha.item() == pytest.approx(log_alpha.item(), rel=1e-4)
     for name, network in zip(names, networks, strict=True):
         agents.assert_same(agents.flat(getattr(agent, name)), agents.flat(network))
@@ -174,6 +174,19 @@ def test_alpha_loss_has_the_gradient_of_the_eager_one():
         compiled.minimize("alpha_loss", compiled.log_alpha, compiled.alpha_optimizer, batch)
     gradient = compiled.alpha_optimizer.first_moment / (1 - 0.9)
     assert gradient.item() == pytest.approx(eager.log_alpha.grad.item(), rel=1e-4)
+
+
+def test_target_entropy_is_that_of_actions_between_minus_one_and_one():
+    """Else no policy reached it where a range is below 1 / e: α would grow without end, and the policy stay random."""
+    agents.gym.register("ToyUnit-v0", agents.Toy, kwargs={"low": (-1,) * 3, "high": (1,) * 3}, max_episode_steps=50)
+    ranges = {"low": (-0.01, 3, -500), "high": (0.01, 3.1, 500)}
+    agents.gym.register("ToyRanges-v0", agents.Toy, kwargs=ranges, max_episode_steps=50)
+    losses = []
+    for env_id in ("ToyUnit-v0", "ToyRanges-v0"):
+        for agent in pair(env_id=env_id)[:2]:
+            torch.manual_seed(5)
+            losses.append(agent.alpha_loss(agent.log_alpha, agent.buffer.sample()).item())
+    assert losses[1:] == pytest.approx(losses[:1] * 3, abs=1e-3)
 
 
 def test_without_a_learning_rate_nothing_moves_and_targets_follow_tau():
