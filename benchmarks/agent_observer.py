@@ -57,11 +57,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.rpc as rpc
-import tyro
 from torch import Tensor, nn
 
 from ray_vector_env import describe, failure, running_ray
-from speed import check_seconds, fail, new_result, now, scrub, terminate_like_interrupt
+from speed import check_seconds, command_line, fail, new_result, now, scrub, terminate_like_interrupt
 from tables import COLOURS, load
 
 CONTEXT = multiprocessing.get_context("fork")  # shared memory and semaphores are inherited, so that none has a name
@@ -923,4 +922,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(command_line(Args, __doc__))

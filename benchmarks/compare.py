@@ -50,12 +50,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import tyro
 
 import speed
 from intervals import bootstrap_interval, holm, rank_sum_p
 from learning import read_columns, thin
-from speed import FLAGS, WORKLOADS, fail, finished, median, now, show
+from speed import FLAGS, WORKLOADS, command_line, fail, finished, median, now, show
 
 try:
     import psutil
@@ -580,6 +579,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -23,7 +23,7 @@ from typing import Annotated
 import tyro
 
 from compile_inference import CompileArgs, import_acting, in_turn, run
-from speed import fail
+from speed import command_line, fail
 
 
 @dataclass
@@ -110,6 +110,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

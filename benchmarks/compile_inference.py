@@ -48,6 +48,7 @@ from speed import (
     check_output,
     check_plot,
     check_seconds,
+    command_line,
     fail,
     finished,
     median,
@@ -506,6 +507,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -35,6 +35,7 @@ from speed import (
     ask,
     check_output,
     check_seconds,
+    command_line,
     fail,
     finished,
     median,
@@ -459,6 +460,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
 
 import gymnasium as gym
 import numpy as np
@@ -42,14 +43,14 @@ import tyro
 from tqdm import tqdm
 
 from intervals import bootstrap_interval, interquartile_mean
-from speed import SCRIPTS, fail, print_table, show
+from speed import SCRIPTS, command_line, fail, print_table, show
 
 sys.path.insert(0, str(SCRIPTS))  # the networks are those of the scripts
 
 
 @dataclass
 class Args:
-    folders: tyro.conf.Positional[tuple[Path, ...]]
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """folders of runs, with a checkpoint.pt"""
     episodes: int = 10
     """episodes of each run; 0 only exports"""
@@ -544,7 +545,7 @@ def compiled(policy: nn.Module, space: gym.spaces.Box) -> Callable:
 
 def check_args(args: Args) -> None:
     if not args.folders:
-        fail("RUN_FOLDER: needs at least one")
+        fail("RUN: must be one folder or more")
     if args.episodes < 1 and (args.episodes < 0 or args.export is None or args.video or args.compile):
         fail(f"--episodes {args.episodes}: must be at least 1, or 0 with --export alone")
     if not 0 <= args.seed < 2**32:
@@ -589,6 +590,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -28,9 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 import speed
+from speed import command_line
 
 # Seconds after which one that hangs is stopped, lest it take what is left of the visit
 CACHES_LIMIT, RUN_LIMIT = 180.0, 120.0
@@ -270,6 +269,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -16,10 +16,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from learning import RunArgs, run_all
-from speed import RESULTS, fail, terminate_like_interrupt
+from speed import RESULTS, command_line, fail, terminate_like_interrupt
 
 LAG = RESULTS / "lag"
 SCRIPTS = {"impala_ray_torchcompile": "IMPALA", "appo_ray_torchcompile": "asynchronous PPO"}
@@ -108,6 +106,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

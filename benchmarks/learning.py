@@ -1,7 +1,7 @@
 """Trains the scripts to see what they learn, and keeps each finished run as one compact JSON file.
 
     python benchmarks/learning.py run --jobs 2                 the built-in plan, two processes at a time
-    python benchmarks/learning.py run --plan my_plan.json      another plan: a list like `PLAN` below
+    python benchmarks/learning.py run --plan my_plan.json      another plan: a list like `PLAN` in learning.py
     python benchmarks/learning.py collect runs/HalfCheetah-v4__*   run folders made in any other way
 
 `run` skips what has a result already and collects each run as it finishes. A result is
@@ -30,7 +30,7 @@ from typing import Annotated
 
 import tyro
 
-from speed import FLAGS, RESULTS, SCRIPTS, defaults_of, fail, stop, terminate_like_interrupt
+from speed import FLAGS, RESULTS, SCRIPTS, command_line, defaults_of, fail, stop, terminate_like_interrupt
 
 LEARNING = RESULTS / "learning"
 SAC, TD3, PPO = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "ppo_torchcompile"
@@ -164,7 +164,7 @@ class RunArgs:
 class CollectArgs:
     """Turns folders of finished runs into results."""
 
-    folders: tyro.conf.Positional[tuple[Path, ...]]
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDERS")]
     """run folders, of finished runs"""
     results: Path = LEARNING
     """folder of the results"""
@@ -279,6 +279,8 @@ def write(result: dict, folder: Path, force: bool = False) -> Path:
 
 def collect_all(args: CollectArgs) -> None:
     """Collects all the folders, or none if one is not that of a finished run."""
+    if not args.folders:
+        fail("FOLDERS: must be one run folder or more")
     try:
         results = [collect(folder) for folder in args.folders]
         for result in results:
@@ -380,6 +382,8 @@ def run_all(args: RunArgs, plan: list[dict] = PLAN) -> None:
     """Runs the jobs that have no result yet, `args.jobs` at a time; exit status 1 if one fails."""
     if args.jobs < 1:
         fail(f"--jobs {args.jobs}: must be at least 1")
+    if args.points < 0:
+        fail(f"--points {args.points}: must be at least 0")
     try:
         plan = json.loads(args.plan.read_text()) if args.plan else plan
     except (OSError, ValueError) as error:
@@ -422,6 +426,6 @@ if __name__ == "__main__":
     run_command = Annotated[RunArgs, tyro.conf.subcommand("run")]
     collect_command = Annotated[CollectArgs, tyro.conf.subcommand("collect")]
     try:
-        main(tyro.cli(run_command | collect_command, description=__doc__))
+        main(command_line(run_command | collect_command, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from learning import RunArgs, run_all
-from speed import RESULTS, check_plot, fail, terminate_like_interrupt
+from speed import RESULTS, check_plot, command_line, fail, terminate_like_interrupt
 
 MEMORY = RESULTS / "memory"
 PPO, DQN = "ppo_memory_torchcompile", "dqn_memory_torchcompile"
@@ -167,6 +165,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

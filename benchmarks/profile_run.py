@@ -27,6 +27,7 @@ from types import FrameType, ModuleType
 import tyro
 
 import speed
+from speed import command_line
 
 PERIOD = 1e-3  # seconds between two samples, if no C code lasts longer
 REPLAYS = 200
@@ -202,6 +203,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from speed import (
     PROBE,
     SCRIPTS,
     ask,
     check_output,
     check_seconds,
+    command_line,
     fail,
     median,
     new_result,
@@ -248,6 +247,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

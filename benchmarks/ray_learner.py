@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from speed import (
     FLAGS,
     PROBE,
@@ -27,6 +25,7 @@ from speed import (
     ask,
     check_output,
     check_seconds,
+    command_line,
     fail,
     failures_of,
     finished,
@@ -183,6 +182,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -58,7 +58,6 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-import tyro
 
 from ray_vector_env import RayVectorEnv, describe, held_signals, running_ray
 from speed import (
@@ -66,6 +65,7 @@ from speed import (
     check_output,
     check_plot,
     check_seconds,
+    command_line,
     fail,
     median,
     new_result,
@@ -683,6 +683,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -28,7 +28,7 @@ import tyro
 
 import compare
 from intervals import bootstrap_interval, interquartile_mean
-from speed import fail, finished, show
+from speed import command_line, fail, finished, show
 from tables import COLOURS, machine
 
 try:
@@ -315,4 +315,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(command_line(Args, __doc__))

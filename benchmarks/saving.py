@@ -13,12 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from speed import (
     PROBE,
     ask,
     check_seconds,
+    command_line,
     fail,
     find_scripts,
     finished,
@@ -78,6 +77,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

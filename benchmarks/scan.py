@@ -57,6 +57,7 @@ from speed import (
     check_output,
     check_plot,
     check_seconds,
+    command_line,
     fail,
     new_result,
     print_table,
@@ -600,6 +601,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

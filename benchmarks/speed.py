@@ -22,6 +22,7 @@ import ctypes
 import datetime
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
@@ -159,6 +160,19 @@ class Args:
 def fail(message: str) -> NoReturn:
     """Ends the program with one line on stderr and exit status 2."""
     sys.exit(print(f"error: {message}", file=sys.stderr) or 2)
+
+
+def command_line(kind, description: str):
+    """`tyro.cli`, but what it can't parse ends the program with one line on stderr, not a box, and exit status 2."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, description=description)
+    except SystemExit:
+        if said.getvalue():
+            _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
+            fail("; ".join(" ".join(part.split()) for part in parts if part.strip()))
+        raise
 
 
 def check_plot(path: Path | None) -> None:
@@ -669,6 +683,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Args, description=__doc__))
+        main(command_line(Args, __doc__))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

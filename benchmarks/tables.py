@@ -4,11 +4,11 @@
     python benchmarks/tables.py --check            exit status 1 if one is not what the result files say
     python benchmarks/tables.py --plot curves.png  draws the learning curves as well (needs matplotlib)
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES`. Learning comes from
-all files in benchmarks/results/learning/, and memory/ beside it, the table of scripts from the former and the speed,
-what a message costs from all files of a machine, and all others from the newest file in benchmarks/results/ of each
-machine. Comparisons are of three kinds: of every script (compare), quick ones (compare_quick), and those with several
---num-envs (compare_num_envs). The figures of others are in reference_*.json.
+A table stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`; NAME is one of `TABLES` in tables.py.
+Learning comes from all files in benchmarks/results/learning/, and memory/ beside it, the table of scripts from the
+former and the speed, what a message costs from all files of a machine, and all others from the newest file in
+benchmarks/results/ of each machine. Comparisons are of three kinds: of every script (compare), quick ones
+(compare_quick), and those with several --num-envs (compare_num_envs). The figures of others are in reference_*.json.
 """
 
 import json
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 import compare
 import compile_inference
 import eager_tips
@@ -31,7 +29,19 @@ import ray_faults
 import ray_learner
 import ray_scaling
 import scan
-from speed import RESULTS, ROOT, SCRIPTS, check_plot, fail, finished, median, show, summarise, summarise_warmup
+from speed import (
+    RESULTS,
+    ROOT,
+    SCRIPTS,
+    check_plot,
+    command_line,
+    fail,
+    finished,
+    median,
+    show,
+    summarise,
+    summarise_warmup,
+)
 
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 MARKERS = re.compile(r"<!-- (/?)table:(\S+) -->")
@@ -666,10 +676,14 @@ def plot(results: Path, output: Path) -> None:
 
 def main(args: Args) -> None:
     check_plot(args.plot)
+    if not args.results.is_dir():
+        fail(f"--results {args.results}: must be a folder of results")
     for readme in [args.readme] if args.readme else PAGES:
         name = readme.relative_to(ROOT) if readme.is_relative_to(ROOT) else readme.name
         try:
             old = readme.read_text()
+            if not MARKERS.search(old):
+                raise ValueError("has no place for a table")
             new = fill(old, args.results.resolve(), readme.resolve().parent)
         except (OSError, ValueError) as error:
             fail(f"{name}: {error}")
@@ -683,4 +697,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(command_line(Args, __doc__))

@@ -285,6 +285,38 @@ def test_check_catches_a_stale_table(readme, results):
         tables.main(check)
 
 
+PROGRAMS = sorted(path for path in speed.ROOT.glob("benchmarks/*.py") if "__main__" in path.read_text())
+
+
+@pytest.mark.parametrize("flags, words", [(["--bogus"], "--bogus"), (["--repeats", "many"], "--repeats INT")])
+def test_a_command_line_that_cannot_be_parsed_makes_one_line(monkeypatch, capsys, flags, words):
+    monkeypatch.setattr(sys, "argv", ["speed.py", *flags])
+    with pytest.raises(SystemExit) as error:
+        speed.command_line(speed.Args, speed.__doc__)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and line.startswith("error: ") and words in line
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--help"])
+    with pytest.raises(SystemExit) as error:
+        speed.command_line(speed.Args, speed.__doc__)
+    assert not error.value.code and "--repeats INT" in capsys.readouterr().out
+    assert len(PROGRAMS) > 15 and all("tyro.cli(Args" not in path.read_text() for path in PROGRAMS)
+
+
+def test_what_is_missing_or_out_of_range_is_refused(tmp_path, readme, capsys):
+    text, no_place = readme.read_text(), tmp_path / "OTHER.md"
+    no_place.write_text("# No table\n")
+    for run, words in (
+        (lambda: tables.main(tables.Args(readme=readme, results=tmp_path / "none")), "--results"),
+        (lambda: tables.main(tables.Args(readme=no_place)), "OTHER.md: has no place for a table"),
+        (lambda: learning.main(learning.CollectArgs(())), "FOLDERS"),
+        (lambda: learning.main(learning.RunArgs(points=-1)), "--points -1"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            run()
+        assert error.value.code == 2 and words in capsys.readouterr().err
+    assert readme.read_text() == text, "the tables stand as they were"
+
+
 def test_hardware_tells_processors_of_one_name_apart_by_their_family(monkeypatch):
     probe = {"threads": 2, "gpu": None}
     monkeypatch.setattr(speed.sys, "platform", "linux")
