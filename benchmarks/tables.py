@@ -185,8 +185,8 @@ def scripts_table(results: Path) -> str:
     return (
         f"{markdown(header, rows, 4)}\n\n{note} are on the default task. "
         "IMPALA and asynchronous PPO have learned with two Ray actors, but their steps/s are of a run without Ray, "
-        "with one actor in the learner's process. Compiled: the faster of the variants with --compile; empty: not measured. "
-        "How return and speed were measured is below."
+        "with one actor in the learner's process. Compiled: the faster of the variants with --compile; empty: not "
+        "measured. How return and speed were measured is below."
     )
 
 

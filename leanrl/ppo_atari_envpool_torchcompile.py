@@ -353,7 +353,7 @@ class CompiledAtariPPOAgent(nn.Module):
         """Sends what a group sees, acts, and fetches its actions."""
         self.sent_images.copy_(self.host_images, non_blocking=True)
         self.row.copy_(self.host_row, non_blocking=True)
-        self.images.copy_(self.sent_images)
+        self.images.copy_(self.sent_images)  # which have channels last in the compiled script
         self.choose()
         self.host_action.copy_(self.action, non_blocking=True)
 

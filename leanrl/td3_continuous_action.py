@@ -216,6 +216,7 @@ class ReplayRing:
 
         space, action_shape = env.observation_space, env.action_space.shape
         observation_dim = space.shape[0]
+        # Some environments declare bytes and give other numbers
         is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
         dtype = torch.uint8 if is_uint8 else torch.float32
         self.fields = TensorDict(
