@@ -1377,7 +1377,7 @@ class Run(contextlib.AbstractContextManager):
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
-        means = [round(sum(column) / len(column), 4) for column in zip(*self.recent)] or (None, None)
+        means = [float(f"{sum(column) / len(column):.7g}") for column in zip(*self.recent)] or (None, None)
         return {"episode_return": means[0], "episode_length": means[1]}
 
     def now(self) -> float:

@@ -170,7 +170,8 @@ def make_vector(args: Args, seeds: Sequence[int]):
         return envs
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         problem, is_missing = "it can't be made", bool(getattr(error, "name", None))  # a package that it needs
-        if isinstance(error, gym.error.Error | ImportError) and args.env_id not in known and not is_missing:
+        is_known = args.env_id.rpartition(":")[2] in known
+        if isinstance(error, gym.error.Error | ImportError) and not is_known and not is_missing:
             nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
             problem = f"no such environment; nearest names: {nearest}"
         fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
@@ -181,7 +182,7 @@ class NoCodeError(Exception):
 
 
 def encoder(space: gym.Space) -> Callable:
-    """What makes elements of a space numbers, discrete ones one-hot, bytes over 255; a batch of N -> float32, [N, D].
+    """What makes a space's elements numbers, discrete ones one-hot, bytes up to 1; a batch of N -> float32, [N, D].
 
     Raises NoCodeError for a space without such a code; the function, for an observation outside a discrete space.
     """
@@ -190,7 +191,7 @@ def encoder(space: gym.Space) -> Callable:
         encoders = [(name, encoder(part)) for name, part in parts]
         return lambda batch: np.concatenate([encode(batch[name]) for name, encode in encoders], 1)
     if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        scale = np.float32(255 if space.dtype == np.uint8 else 1)
+        scale = np.float32(max(space.high.max(), 1) if space.dtype == np.uint8 else 1)
         return lambda batch: np.asarray(batch, np.float32).reshape(len(batch), -1) / scale
     if not isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         raise NoCodeError(f"observations must be numbers, not {space}")
@@ -280,7 +281,7 @@ class Environments:
             taken = action + self.first_action
         else:
             self.previous = action.clip(self.action_space.low, self.action_space.high)
-            taken = self.previous.copy()  # an environment may write to what it is given
+            taken = self.previous.astype(self.action_space.dtype)  # a copy, which an environment may write to
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
         if self.is_minigrid:
             terminated = terminated | (truncated & (reward != 0))  # EnvPool tells nothing of a goal in the last step
@@ -1489,7 +1490,7 @@ class Run(contextlib.AbstractContextManager):
 
     def means(self) -> dict[str, float | None]:
         """Mean return and length of the last 100 episodes; None while there is none."""
-        means = [round(sum(column) / len(column), 4) for column in zip(*self.recent)] or (None, None)
+        means = [float(f"{sum(column) / len(column):.7g}") for column in zip(*self.recent)] or (None, None)
         return {"episode_return": means[0], "episode_length": means[1]}
 
     def now(self) -> float:

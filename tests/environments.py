@@ -197,4 +197,5 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         )
 gym.register("Unimportable-v0", "no_such_module:Environment")
 gym.register("Unmakeable-v0", Unmakeable)
+gym.register("Unlicensed-v0", Unmakeable, kwargs={"error": gym.error.Error})
 gym.register("Leaving-v0", Unmakeable, kwargs={"error": SystemExit})

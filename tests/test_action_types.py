@@ -1,0 +1,40 @@
+"""Actions reach an environment in the type of its space, within its bounds."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import test_run_files
+
+SIZES = ["--total-timesteps", 320, "--num-envs", 2, "--fragment-length", 8, "--batch-fragments", 2]
+SCRIPTS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "ppo_memory", "appo_ray"]
+
+
+class Typed(gym.Env):
+    """Episodes of seven steps, each of which asserts that its action is of the space and of its type."""
+
+    def __init__(self, dtype):
+        self.observation_space = gym.spaces.Box(-1, 1, (3,))
+        self.action_space = gym.spaces.Box(np.array([-2, 0.25], dtype), np.array([0.5, 1], dtype), dtype=dtype)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action) and action.dtype == self.action_space.dtype, repr(action)
+        self.t += 1
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), float(action.sum()), False, self.t == 7, {}
+
+
+for name in ("float16", "float32", "float64"):
+    gym.register(f"Typed{name}-v0", Typed, kwargs={"dtype": np.dtype(name)})
+
+
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("script", [script + end for script in SCRIPTS for end in ("", "_torchcompile")])
+def test_actions_have_the_type_of_their_space(launch, script, name):
+    sizes = SIZES if script.startswith("appo") else test_run_files.small(script)
+    run = launch(script, *sizes, env_id=f"Typed{name}-v0")
+    assert run.summary["status"] == "finished" and len(run.episodes) > 20 and run.summary["updates"] > 0
