@@ -101,8 +101,22 @@ class ScaledPolicy(nn.Module):
         return (action * self.scale + self.bias).clamp(self.low, self.high)  # which it may pass by a rounding
 
 
+class Range(nn.Module):
+    """A policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+
+    def __init__(self, space: gym.spaces.Box):
+        super().__init__()
+        low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
+        bounds = {"low": low, "high": high, "middle": low / 2 + high / 2, "half_width": high / 2 - low / 2}
+        for name, bound in bounds.items():
+            self.register_buffer(name, bound)
+
+    def forward(self, action: torch.Tensor) -> torch.Tensor:
+        return (self.middle + self.half_width * action).clamp(self.low, self.high)
+
+
 class NormalizedPolicy(nn.Module):
-    """Continuous PPO's mean action, clipped to the bounds; observations are normalised as training left off; [B, A]."""
+    """Continuous PPO's mean action in the space's range; observations are normalised as training left off; [B, A]."""
 
     def __init__(self, network: nn.Module, space: gym.spaces.Box, parts: Mapping):
         super().__init__()
@@ -111,17 +125,16 @@ class NormalizedPolicy(nn.Module):
         self.network = network
         self.register_buffer("mean", mean)
         self.register_buffer("deviation", (squares / moments["count"] + 1e-8).sqrt())
-        self.register_buffer("low", torch.as_tensor(space.low))
-        self.register_buffer("high", torch.as_tensor(space.high))
+        self.to_range = Range(space)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         normalized = ((observation.double() - self.mean) / self.deviation).clamp(-10, 10)
         mean, *_ = self.network(normalized.float())
-        return mean.clamp(self.low, self.high)
+        return self.to_range(mean)
 
 
 class ActorPolicy(nn.Module):
-    """Asynchronous PPO's most probable action, or its mean one, clipped to the bounds; [B] or [B, A].
+    """Asynchronous PPO's most probable action, or its mean one in the space's range; [B] or [B, A].
 
     Its network has the normalisation in it.
     """
@@ -129,13 +142,11 @@ class ActorPolicy(nn.Module):
     def __init__(self, network: nn.Module, space: gym.Space, parts: Mapping):
         super().__init__()
         self.network, self.is_discrete = network, isinstance(space, gym.spaces.Discrete)
-        if not self.is_discrete:
-            self.register_buffer("low", torch.as_tensor(space.low))
-            self.register_buffer("high", torch.as_tensor(space.high))
+        self.to_range = None if self.is_discrete else Range(space)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         output, *_ = self.network(observation.float())
-        return output.argmax(1) if self.is_discrete else output.clamp(self.low, self.high)
+        return output.argmax(1) if self.is_discrete else self.to_range(output)
 
 
 class MemoryPolicy(nn.Module):

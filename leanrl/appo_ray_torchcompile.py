@@ -220,16 +220,29 @@ class GymEnvironments:
         return step | {"score": reward, "over": ends[0]}
 
 
+class ActionRange:
+    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+
+    def __init__(self, space: gym.spaces.Box):
+        self.low, self.high = space.low, space.high
+        self.middle, self.half_width = space.low / 2 + space.high / 2, space.high / 2 - space.low / 2
+
+    def __call__(self, action: np.ndarray) -> np.ndarray:
+        """[..., A] -> [..., A], of the space's type."""
+        action = self.middle + self.half_width * action
+        return np.minimum(np.maximum(action, self.low), self.high).astype(self.low.dtype, copy=False)
+
+
 class BoundedEnvironments(GymEnvironments):
-    """Gymnasium's environments with continuous actions, which are clipped to what each dimension allows."""
+    """Gymnasium's environments with continuous actions."""
 
     def __init__(self, args: Args, seed: int, step: int):
         super().__init__(args, seed, step)
-        self.bounds = self.envs[0].action_space.low, self.envs[0].action_space.high
+        self.to_range = ActionRange(self.envs[0].action_space)
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, A] -> rewards and ends, and those of the episodes that are written down; [N] each."""
-        return super().step(action.clip(*self.bounds).astype(self.bounds[0].dtype, copy=False))
+        return super().step(self.to_range(action))
 
 
 class AtariEnvironments:
@@ -1392,7 +1405,7 @@ def main(args: Args) -> None:
 
 # ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 12
+CHECKPOINT_FORMAT = 13
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:

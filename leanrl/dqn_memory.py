@@ -212,6 +212,19 @@ def encoder(space: gym.Space) -> Callable:
     return encode
 
 
+class ActionRange:
+    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+
+    def __init__(self, space: gym.spaces.Box):
+        self.low, self.high = space.low, space.high
+        self.middle, self.half_width = space.low / 2 + space.high / 2, space.high / 2 - space.low / 2
+
+    def __call__(self, action: np.ndarray) -> np.ndarray:
+        """[..., A] -> [..., A], of the space's type."""
+        action = self.middle + self.half_width * action
+        return np.minimum(np.maximum(action, self.low), self.high).astype(self.low.dtype, copy=False)
+
+
 class Environments:
     """Environments side by side. A step after an episode's end only resets: it is not valid.
 
@@ -244,6 +257,7 @@ class Environments:
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
         self.codes = np.eye(self.action_dim, dtype=np.float32)  # of discrete actions, one-hot
         self.first_action = space.dtype.type(getattr(space, "start", 0))
+        self.to_range = None if self.is_discrete else ActionRange(space)
         try:
             self.encode = encoder(self.observation_space)
             self.begin(0)
@@ -283,8 +297,8 @@ class Environments:
             self.previous = self.codes[action]
             taken = action + self.first_action
         else:
-            self.previous = action.clip(self.action_space.low, self.action_space.high)
-            taken = self.previous.astype(self.action_space.dtype)  # a copy, which an environment may write to
+            self.previous = action.clip(-1, 1)
+            taken = self.to_range(action)
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
         if self.is_minigrid:
             terminated = terminated | (truncated & (reward != 0))  # EnvPool tells nothing of a goal in the last step
@@ -1189,7 +1203,7 @@ def main(args: Args) -> None:
 
 # ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 12
+CHECKPOINT_FORMAT = 13
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:

@@ -144,6 +144,19 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
     return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
 
 
+class ActionRange:
+    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+
+    def __init__(self, space: gym.spaces.Box):
+        self.low, self.high = space.low, space.high
+        self.middle, self.half_width = space.low / 2 + space.high / 2, space.high / 2 - space.low / 2
+
+    def __call__(self, action: np.ndarray) -> np.ndarray:
+        """[..., A] -> [..., A], of the space's type."""
+        action = self.middle + self.half_width * action
+        return np.minimum(np.maximum(action, self.low), self.high).astype(self.low.dtype, copy=False)
+
+
 # ---- Networks ----
 def orthogonal(layer: nn.Module, gain: float) -> nn.Module:
     """The layer with orthogonal weights, scaled by `gain`, and biases of zero."""
@@ -276,7 +289,7 @@ class ContinuousPPOAgent(nn.Module):
         super().__init__()
         self.args, self.device = args, device
         observation_dim, action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        self.low, self.high = env.action_space.low, env.action_space.high
+        self.to_range = ActionRange(env.action_space)
         self.observation_moments, self.return_variance = RunningMoments(observation_dim), RunningVariance()
         self.returns = [0.0] * args.num_envs
         shapes = {"observation": (observation_dim,), "next_observation": (observation_dim,), "action": (action_dim,)}
@@ -411,9 +424,9 @@ def main(args: Args) -> None:
             rollout["observation"][t] = observation
 
             # Step and store; where an episode has ended, the next one begins
-            clipped = action.clip(agent.low, agent.high).astype(agent.low.dtype, copy=False)
+            taken = agent.to_range(action)
             for i, env in enumerate(envs):
-                raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(clipped[i])
+                raw[i], rewards[i], terminated[i], truncated[i], _ = env.step(taken[i])
             ended = [i for i in range(args.num_envs) if terminated[i] or truncated[i]]
             rollout["next_observation"][t] = observation = agent.normalize(raw)
             rollout["reward"][t] = agent.scale_rewards(rewards, ended)
@@ -439,7 +452,7 @@ def main(args: Args) -> None:
 
 # ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 12
+CHECKPOINT_FORMAT = 13
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:

@@ -37,6 +37,11 @@ def ending_of(key, episode):
     return ENDINGS[(key + episode) % len(ENDINGS)]
 
 
+def in_range(action):
+    """The action of PPO's policy, in units of half the range around its middle, as the environment's own."""
+    return np.clip((LOW + HIGH) / 2 + (HIGH - LOW) / 2 * action, LOW, HIGH)
+
+
 def observation_of(key, episode, step):
     """Unlike for any two (key, episode, step); float64, as MuJoCo's are, and exact in float32."""
     return np.array([key, episode, step], np.float64) / 16

@@ -1,10 +1,18 @@
-"""Actions reach an environment in the type of its space, within its bounds."""
+"""Actions reach an environment in the type of its space and within its bounds; those of PPO's policy fill its range."""
+
+import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import test_run_files
+from ppo_continuous_action import ActionRange
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import evaluate
 
 SIZES = ["--total-timesteps", 320, "--num-envs", 2, "--fragment-length", 8, "--batch-fragments", 2]
 SCRIPTS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "ppo_memory", "appo_ray"]
@@ -38,3 +46,17 @@ def test_actions_have_the_type_of_their_space(launch, script, name):
     sizes = SIZES if script.startswith("appo") else test_run_files.small(script)
     run = launch(script, *sizes, env_id=f"Typed{name}-v0")
     assert run.summary["status"] == "finished" and len(run.episodes) > 20 and run.summary["updates"] > 0
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_range_of_a_policy_in_units_of_half_the_space_s(name):
+    low, high = np.array([[-1, 10, -0.01, 4], [1, 20, 0.01, 4]], name)
+    space = gym.spaces.Box(low, high, dtype=name)
+    rows = np.float32([[0] * 4, [1] * 4, [-1] * 4, [0.5] * 4, [7] * 4, [-7] * 4, [0.3] * 4])
+    taken = ActionRange(space)(rows)
+    middle = np.array([0, 15, 0, 4], name)
+    expected = [middle, high, low, (middle + high) / 2, high, low, middle + np.float32(0.3) * (high - middle)]
+    np.testing.assert_allclose(taken, expected, rtol=1e-6)
+    assert taken.dtype == name and all(space.contains(row) for row in taken)
+    np.testing.assert_array_equal(taken[:, 0], rows[:, 0].clip(-1, 1), "where the range is [-1, 1], only clipped")
+    np.testing.assert_array_equal(taken, evaluate.Range(space)(torch.as_tensor(rows)).numpy())

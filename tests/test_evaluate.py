@@ -298,10 +298,10 @@ def own_outputs(script, agent, observation, monkeypatch):
         moments = agent.observation_moments
         observation = ((observation.numpy() - moments.mean) / moments.deviation()).clip(-10, 10).astype(np.float32)
         mean, *_ = agent.policy_and_value(agent.network, torch.as_tensor(observation))
-        return mean.clamp(torch.as_tensor(agent.low), torch.as_tensor(agent.high))
+        return torch.as_tensor(agent.to_range(mean.numpy()))
     if script.startswith("appo"):
         mean, *_ = agent.policy_and_value(agent.network, observation.float())
-        return mean.clamp(torch.as_tensor(environments.LOW), torch.as_tensor(environments.HIGH))
+        return torch.as_tensor(environments.in_range(mean.numpy()))
     if script.startswith(("ppo", "impala")):
         return agent.policy_and_value(agent.network, observation.float())[0]
     if script.startswith("dqn"):

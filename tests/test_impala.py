@@ -422,9 +422,7 @@ def test_a_fragment_is_what_happened(kind):
                 before, after = fragment["observation"][t : t + 2, i]
                 np.testing.assert_array_equal(before, environments.observation_of(env.key, episode, step))
                 np.testing.assert_array_equal(after, environments.observation_of(env.key, episode, step + 1))
-                action = (
-                    row["action"] if kind == "Discrete" else row["action"].clip(environments.LOW, environments.HIGH)
-                )
+                action = row["action"] if kind == "Discrete" else environments.in_range(row["action"])
                 np.testing.assert_array_equal(action, env.actions[taken])
                 reward = environments.reward_of(env.key, episode, step, action)
                 assert row["reward"] == reward

@@ -373,8 +373,9 @@ def test_probe(monkeypatch, tmp_path, script, probe):
             observation = ((observation - moments.mean) / moments.deviation()).clip(-10, 10)
             scale = np.sqrt(agent.return_variance.squares / agent.return_variance.count + 1e-8)
         *policy, value = agent.policy_and_value(agent.network, torch.tensor(observation, dtype=torch.float32))
-        chance = policy[0].item() if is_continuous else policy[0].softmax(1)[0, 1].item()
-        return chance, value.item() * scale
+        mean = policy[0].detach()
+        action = agent.to_range(mean.numpy()).item() if is_continuous else mean.softmax(1)[0, 1].item()
+        return action, value.item() * scale
 
     if probe == "ConstantReward" and is_continuous:  # a constant return has no deviation: rewards are clipped to 10
         assert (agent.rollout.arrays["reward"] == 10).all()

@@ -22,7 +22,7 @@ import ppo_memory
 import ppo_memory_torchcompile
 import probes  # noqa: F401 - registers them
 from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
-from environments import HIGH, LOW, Counter, ending_of, length_of, observation_of, reward_of
+from environments import Counter, ending_of, in_range, length_of, observation_of, reward_of
 from ppo_memory import CELLS, Environments, NoCodeError, encoder
 from test_checkpoints import assert_equal, resume, untimed
 
@@ -63,7 +63,7 @@ def test_every_row_is_what_happened(kind):
         np.testing.assert_array_equal(envs.inputs, np.concatenate([observed, previous, first[:, None]], 1))
         assert envs.inputs.dtype == np.float32 and np.array_equal(envs.is_first, first)
         action = random_action(envs, generator)
-        previous = np.eye(3)[action.astype(int)] if kind == "Discrete" else action.clip(LOW, HIGH)
+        previous = np.eye(3)[action.astype(int)] if kind == "Discrete" else action.clip(-1, 1)
         step = envs.step(action)
         assert step.keys() == {"reward", "terminated", "truncated", "valid"}
         for i in range(3):
@@ -72,7 +72,7 @@ def test_every_row_is_what_happened(kind):
                 assert row == [0, False, False, False]
                 episode[i], t[i], over[i], previous[i] = episode[i] + 1, 0, False, 0
                 continue
-            taken = action[i] if kind == "Discrete" else previous[i]
+            taken = action[i] if kind == "Discrete" else in_range(action[i])
             expected = reward_of(keys[i], episode[i], t[i], taken)
             t[i] += 1
             over[i] = t[i] == length_of(keys[i], episode[i])
