@@ -98,7 +98,8 @@ class ScaledPolicy(nn.Module):
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         output = self.network(observation.float())
         action = torch.tanh(output[0]) if isinstance(output, tuple) else output  # SAC's has a deviation as well
-        return (action * self.scale + self.bias).clamp(self.low, self.high)  # which it may pass by a rounding
+        action = (action * self.scale + self.bias).clamp(self.low, self.high)  # which it may pass by a rounding
+        return action.to(self.low.dtype)
 
 
 class Range(nn.Module):
@@ -112,7 +113,7 @@ class Range(nn.Module):
             self.register_buffer(name, bound)
 
     def forward(self, action: torch.Tensor) -> torch.Tensor:
-        return (self.middle + self.half_width * action).clamp(self.low, self.high)
+        return (self.middle + self.half_width * action).clamp(self.low, self.high).to(self.low.dtype)
 
 
 class NormalizedPolicy(nn.Module):

@@ -46,6 +46,8 @@ def test_actions_have_the_type_of_their_space(launch, script, name):
     sizes = SIZES if script.startswith("appo") else test_run_files.small(script)
     run = launch(script, *sizes, env_id=f"Typed{name}-v0")
     assert run.summary["status"] == "finished" and len(run.episodes) > 20 and run.summary["updates"] > 0
+    evaluate.main(evaluate.Args((run.folder,), episodes=1))
+    assert (run.folder / "eval.jsonl").read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
