@@ -224,11 +224,11 @@ class ActionRange:
     """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
 
     def __init__(self, space: gym.spaces.Box):
-        self.low, self.high = space.low, space.high
-        self.middle, self.half_width = space.low / 2 + space.high / 2, space.high / 2 - space.low / 2
+        self.low, self.high = space.low[None], space.high[None]  # for [1, A] NumPy is faster than at broadcasting
+        self.middle, self.half_width = self.low / 2 + self.high / 2, self.high / 2 - self.low / 2
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
-        """[..., A] -> [..., A], of the space's type."""
+        """[N, A] -> [N, A], of the space's type."""
         action = self.middle + self.half_width * action
         return np.minimum(np.maximum(action, self.low), self.high).astype(self.low.dtype, copy=False)
 
