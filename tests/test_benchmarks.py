@@ -299,7 +299,7 @@ def test_a_command_line_that_cannot_be_parsed_makes_one_line(monkeypatch, capsys
     with pytest.raises(SystemExit) as error:
         speed.command_line(speed.Args, speed.__doc__)
     assert not error.value.code and "--repeats INT" in capsys.readouterr().out
-    assert len(PROGRAMS) > 15 and all("tyro.cli(Args" not in path.read_text() for path in PROGRAMS)
+    assert len(PROGRAMS) > 15 and all("main(command_line(" in path.read_text() for path in PROGRAMS)
 
 
 def test_what_is_missing_or_out_of_range_is_refused(tmp_path, readme, capsys):

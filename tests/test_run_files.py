@@ -538,3 +538,10 @@ def test_module_prefix_in_an_environments_name(launch):
 def test_a_run_allocates_no_more_than_it_can_fill(launch, script):
     run = launch(script, *small(script), "--buffer-size", 2**31 - 1)
     assert run.summary["updates"] > 0 and run.out.startswith("replay buffer: 0.")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_mean_returns_have_seven_digits_however_small(script):
+    run = SimpleNamespace(recent=[(1.25e-6, 2), (1.35e-6, 3), (1.5e-6, 4)])
+    means = importlib.import_module(script).Run.means(run)
+    assert means == {"episode_return": 1.366667e-6, "episode_length": 3}
