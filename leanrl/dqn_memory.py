@@ -1203,7 +1203,7 @@ def main(args: Args) -> None:
 
 # ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 13
+CHECKPOINT_FORMAT = 14
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:

@@ -1071,8 +1071,9 @@ class FlatModule:
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        # Inputs lie before outputs: a first layer's few would make short rows in memory, at which BLAS is slow
-        parts = [p.mT if p.ndim == 2 else p for p in module.parameters()]
+        # A matrix's longer side is its rows' in memory: BLAS is slow at short ones, of few inputs or outputs
+        self.turned = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
+        parts = [p.mT if turned else p for p, turned in zip(module.parameters(), self.turned, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
@@ -1083,8 +1084,8 @@ class FlatModule:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), strict=False)
-        return [part.view(shape[::-1]).mT if len(shape) == 2 else part.view(shape) for part, shape in parts]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), self.turned, strict=False)
+        return [part.view(shape[::-1]).mT if turned else part.view(shape) for part, shape, turned in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
@@ -1288,7 +1289,7 @@ def main(args: Args) -> None:
 
 # ---- Checks and recording: not the algorithm. README has a stand-in for what comes before the last two lines ----
 LOG_EVERY = 100  # environment steps between two lines of metrics.jsonl
-CHECKPOINT_FORMAT = 13
+CHECKPOINT_FORMAT = 14
 
 
 def fail(flag: str, value: object, allowed: str) -> NoReturn:

@@ -72,8 +72,8 @@ def flat(module):
 
 
 def flattened(tensors):
-    """Parameters, or what has their shapes, as a vector, in which matrices are turned."""
-    return torch.cat([(x.mT if x.ndim == 2 else x).flatten() for x in tensors])
+    """Parameters, or what has their shapes, as a vector, in which matrices lie by rows of their longer side."""
+    return torch.cat([(x.mT if x.ndim == 2 and x.shape[0] >= x.shape[1] else x).flatten() for x in tensors])
 
 
 @contextlib.contextmanager

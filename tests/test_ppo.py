@@ -283,6 +283,9 @@ def test_flat_module_is_the_module(bias):
         torch.testing.assert_close(flat_module(parameters, inputs), module(inputs))
         assert not torch.allclose(flat_module(parameters + 1, inputs), module(inputs))
     assert all(ours is theirs for ours, theirs in zip(own, module.parameters(), strict=True))
+    matrices = [part for part in flat_module.split(parameters) if part.ndim == 2]
+    assert [part.shape for part in matrices] == [(4, 3), (2, 4)]
+    assert [part.stride() for part in matrices] == [(1, 4), (4, 1)], "rows in memory are not a matrix's longer side"
 
 
 @pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
