@@ -1233,6 +1233,8 @@ def main(args: Args) -> None:
     if not envs.is_discrete:
         fail("env_id", args.env_id, f"its actions must be Discrete, not {envs.action_space}")
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    # A large block, once freed, has glibc keep what is freed later, too: new tensors then need no new pages (mallopt)
+    torch.empty(31 * 2**20, dtype=torch.uint8)
     with room_for(args):
         agent = CompiledMemoryDQNAgent(args, envs, device)
     announce_replay(args, agent.buffer, device)

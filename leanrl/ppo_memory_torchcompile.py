@@ -1248,6 +1248,8 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)  # a network this small is slower on several
     envs = Environments(args)
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
+    # A large block, once freed, has glibc keep what is freed later, too: new tensors then need no new pages (mallopt)
+    torch.empty(31 * 2**20, dtype=torch.uint8)
     with room_for(args):
         agent = CompiledMemoryPPOAgent(args, envs, device)
 

@@ -2,8 +2,12 @@
 
 import copy
 import importlib
+import platform
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -183,3 +187,32 @@ def test_a_warm_up_is_quiet_and_changes_nothing(script, recwarn):
     assert agent.running_mean.eq(0).all() and run.warmup_seconds > 9 and not recwarn
     warnings.warn("of the run itself", stacklevel=1)
     assert len(recwarn) == 1, "only the warm-up is quiet"
+
+
+# ---- Memory ----
+COUNT_PAGES = """
+import importlib, resource, sys
+import torch, tyro
+
+script = importlib.import_module(sys.argv.pop(1))
+script.main(tyro.cli(script.Args))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(40):
+    tensors = [torch.zeros(2**19) for _ in range(10)]
+    del tensors
+print("pages", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of other C libraries nothing is known")
+@pytest.mark.parametrize("script", ["dqn_memory", "ppo_memory", "impala_ray", "appo_ray"])
+def test_memory_that_is_freed_is_used_again(tmp_path, script):
+    """Else an update's tensors are made of new pages each time, which takes longer than to fill them."""
+    flags = ["--total-timesteps", "2048", "--no-cuda", "--output-dir", str(tmp_path)]
+    flags += ["--learning-starts", "1100", "--buffer-size", "2000"] if script == "dqn_memory" else []
+    flags += ["--env-id", "CartPole-v1"] if "memory" in script else []
+    command = [sys.executable, "-c", COUNT_PAGES, f"{script}_torchcompile", *flags]
+    folder = Path(importlib.import_module(script).__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert "pages " in done.stdout, done.stderr
+    assert int(done.stdout.rpartition("pages ")[2]) < 8_000, "of 5,120 at a time"
