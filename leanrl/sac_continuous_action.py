@@ -364,7 +364,7 @@ class SACAgent(nn.Module):
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
         # That of actions in [-1, 1] is -action_dim (appendix D); another range shifts an entropy by its logarithm
-        self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim
+        self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim  # a range may be 0
         self.actor = GaussianActor(observation_dim, self.action_dim).to(device)
         self.critics = nn.ModuleList([QNetwork(observation_dim, self.action_dim) for _ in range(2)]).to(device)
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)

@@ -408,7 +408,7 @@ def use_onednn() -> None:
 
     decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
     # Else torch would find what it compiled before. Count up with each change of this function
-    torch.compiler.config.cache_key_tag = "oneDNN 1"
+    torch.compiler.config.cache_key_tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "") + "oneDNN 1"
 
 
 class Adam(nn.Module):
@@ -453,7 +453,7 @@ class CompiledSACAgent(nn.Module):
         self.action_space, (low, high) = env.action_space, action_bounds(env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
         # That of actions in [-1, 1] is -action_dim (appendix D); another range shifts an entropy by its logarithm
-        self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim
+        self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim  # a range may be 0
         self.actor_module = FlatModule(GaussianActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
         self.actor = nn.Buffer(self.actor_module.initial.to(device))

@@ -394,7 +394,7 @@ def use_onednn() -> None:
 
     decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
     # Else torch would find what it compiled before. Count up with each change of this function
-    torch.compiler.config.cache_key_tag = "oneDNN 1"
+    torch.compiler.config.cache_key_tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "") + "oneDNN 1"
 
 
 class Adam(nn.Module):

@@ -106,10 +106,11 @@ def test_products_on_a_gpu_are_left_alone(called, batch):
     ],
     indirect=["machine"],
 )
-def test_it_is_for_processors_whose_avx512_mkl_leaves_unused(pays):
+def test_it_is_for_processors_whose_avx512_mkl_leaves_unused(pays, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "a user's, ")
     use_onednn()
     own = [decompositions[product] in (decomposition.mm, decomposition.bmm) for product in PRODUCTS]
-    assert own == [not pays] * 2 and torch.compiler.config.cache_key_tag == ("oneDNN 1" if pays else "none")
+    assert own == [not pays] * 2 and torch.compiler.config.cache_key_tag == ("a user's, oneDNN 1" if pays else "none")
 
 
 class Seen(Exception):
