@@ -522,7 +522,7 @@ class FlatModule:
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        # A matrix's longer side is its rows' in memory: BLAS is slow at short ones, of few inputs or outputs
+        # A matrix's rows in memory are its longer side: BLAS is slow at short ones, of few inputs or few outputs
         self.turned = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
         parts = [p.mT if turned else p for p, turned in zip(module.parameters(), self.turned, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
@@ -1350,8 +1350,6 @@ def main(args: Args) -> None:
     if len(shape) == 1:
         torch.set_num_threads(1)  # a network this small is slower on several
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
-    # A large block, once freed, has glibc keep what is freed later, too: new tensors then need no new pages (mallopt)
-    torch.empty(31 * 2**20, dtype=torch.uint8)
     with room_for(args):
         agent = CompiledAPPOAgent(args, shape, actions, device)
 

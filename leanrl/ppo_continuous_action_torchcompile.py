@@ -295,7 +295,7 @@ class FlatModule:
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
-        # A matrix's longer side is its rows' in memory: BLAS is slow at short ones, of few inputs or outputs
+        # A matrix's rows in memory are its longer side: BLAS is slow at short ones, of few inputs or few outputs
         self.turned = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
         parts = [p.mT if turned else p for p, turned in zip(module.parameters(), self.turned, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
