@@ -614,7 +614,10 @@ def run_world(world: World, timeout: float) -> dict:
     However it is left, no process of it is left over.
     """
     workers, measured, is_ray = [], [], world.transport == "ray"
-    shared = None if is_ray else TRANSPORTS[world.transport][0](world)
+    try:
+        shared = None if is_ray else TRANSPORTS[world.transport][0](world)
+    except (OSError, OverflowError, MemoryError, ValueError) as error:
+        raise RunFailed(f"--transport {world.transport} can't be set up: {error}") from None
     names = ["Ray"] if is_ray else ["agent", *(f"observer {rank}" for rank in range(1, world.observers + 1))]
     sys.stdout.flush()  # else each process inherits what is in the buffer
     try:

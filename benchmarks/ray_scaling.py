@@ -55,6 +55,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import gymnasium as gym
 import numpy as np
@@ -75,7 +76,6 @@ from speed import (
     save,
     scrub,
     show,
-    terminate_like_interrupt,
     until_stopped,
     warn_if_busy,
 )
@@ -650,8 +650,17 @@ def check_machine(args: Args) -> None:
             fail(f"{flag}: {most.actors} actors need some {gigabytes}")
 
 
+ENDED_BY = [signal.SIGINT]  # the newest of the signals that have ended this program
+
+
+def terminate(number: int, _frame) -> NoReturn:
+    """What SIGTERM does: SystemExit would become one of status 1 in Ray, whatever its own."""
+    ENDED_BY.append(number)
+    raise KeyboardInterrupt
+
+
 def main(args: Args) -> None:
-    terminate_like_interrupt()
+    signal.signal(signal.SIGTERM, terminate)
     if args.quick:
         for name, value in {"nodes": (), "durations": (0.01, 0.001), "repeats": 1, "seconds": 1.0}.items():
             if getattr(args, name) == getattr(Args, name):
@@ -685,4 +694,4 @@ if __name__ == "__main__":
     try:
         main(command_line(Args, __doc__))
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + ENDED_BY[-1])

@@ -20,6 +20,7 @@ is Gymnasium's default. benchmarks/ray_scaling.py measures what it costs. It nee
 import contextlib
 import ctypes
 import logging
+import operator
 import os
 import secrets
 import signal
@@ -526,7 +527,7 @@ class RayVectorEnv(VectorEnv):
                 for rollout, own in zip(self._rollouts, self.rows)
             ]
         else:
-            if steps is None or steps < 1:
+            if steps is None or operator.index(steps) < 1:
                 raise ValueError(f"steps={steps}: must be at least 1")
             # An actor's calls run in order, so one that has the policy and the steps need not get them again, which
             # would be a part of what a call costs

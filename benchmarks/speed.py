@@ -258,7 +258,7 @@ def scrub(text: str) -> str:
     """`text` without the folders of this machine."""
     for path, name in ((ROOT, "."), (tempfile.gettempdir(), "TMP"), (sys.prefix, "PYTHON"), (Path.home(), "~")):
         if len(str(path)) > 1:
-            text = text.replace(str(path), name)
+            text = re.sub(rf"{re.escape(str(path))}(?![\w-])", name, text)
     return text
 
 

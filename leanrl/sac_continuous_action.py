@@ -70,7 +70,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, also as module:Id, or EnvPool's in the scripts for Atari, Ray and memory"""
+    """id of the environment: Gymnasium's, also module:Id; EnvPool's Atari (also with Ray), MiniGrid (with a memory)"""
     total_timesteps: Count = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -658,7 +658,7 @@ class Run(contextlib.AbstractContextManager):
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
         self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates
+        self.updates_before = self.updates_seen = self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -775,14 +775,17 @@ class Run(contextlib.AbstractContextManager):
     def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
+        has_learned, self.updates_seen = self.updates > self.updates_seen, self.updates
         if self.window is None and self.updates > self.updates_before:
             self.learned_at = self.learned_at or step
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
             if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
-                self.closed, self.updates_measured = self.window, self.updates
-        elif self.closed and self.updates > self.updates_measured:
-            self.closed, self.updates_measured = (step, self.now()), self.updates
+                self.closed = self.window
+        elif self.closed and has_learned:
+            self.closed = (step, self.now())
+        if has_learned and hasattr(self.args, "num_steps"):
+            self.finite(losses)  # before the policy acts again; with a replay it would wait for the GPU too often
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -791,12 +794,17 @@ class Run(contextlib.AbstractContextManager):
         if self.stop is not None:
             raise KeyboardInterrupt
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
-        """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items() if self.updates > self.updates_before}
+    def finite(self, losses: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+        """The losses as numbers; ends the program if one is not finite."""
+        losses = {name: float(loss) for name, loss in losses.items()}
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 sys.exit(f"error: {name} is {loss} at step {self.global_step}")
+        return losses
+
+    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+        """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
+        losses = self.finite(losses) if self.updates > self.updates_before else {}
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -871,7 +879,7 @@ class Run(contextlib.AbstractContextManager):
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is SystemExit and not error.code:  # an environment may want to end the program
+        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # an environment's own
             sys.exit(f"error: {error!r}")
 
 
@@ -908,9 +916,9 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
 def check_continuous_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
     observations, actions = env.observation_space, env.action_space
-    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
         fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
-    is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+    is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.shape[0]
     if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
         fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
 

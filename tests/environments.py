@@ -173,6 +173,8 @@ SPACES = {  # name: observation space, action space
     "DiscreteObservation": (gym.spaces.Discrete(9), None),
     "PixelObservation": (gym.spaces.Box(0, 255, (8, 8, 3), np.uint8), None),
     "ScalarObservation": (gym.spaces.Box(-1, 1, ()), None),
+    "EmptyObservation": (gym.spaces.Box(-1, 1, (0,)), None),
+    "EmptyAction": (VECTOR, gym.spaces.Box(-1, 1, (0,))),
     "MultiDiscreteAction": (VECTOR, gym.spaces.MultiDiscrete([2, 3])),
     "MultiBinaryAction": (VECTOR, gym.spaces.MultiBinary(3)),
     "UnboundedAction": (VECTOR, gym.spaces.Box(-np.inf, np.inf, (2,))),

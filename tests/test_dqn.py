@@ -72,7 +72,7 @@ def test_acting_on_the_host_is_the_network():
         compiled.learn()
         compiled.is_stale = True
         q = compiled.q_values(compiled.q_network, torch.as_tensor(observation))
-    assert compiled.act(observation) == q.argmax(1).tolist()
+    assert compiled.act(observation).tolist() == q.argmax(1).tolist()
     assert len(set(compiled.act(observation))) > 1
 
 
@@ -173,7 +173,7 @@ def test_each_update_draws_from_all_transitions_so_far_and_acting_uses_it_at_onc
             action = super().act(observation)
             with torch.no_grad():
                 q = self.q_values(self.q_network, torch.as_tensor(observation))
-            assert action == q.argmax(1).tolist()
+            assert action.tolist() == q.argmax(1).tolist()
             return action
 
     monkeypatch.setattr(dqn_torchcompile, "CompiledDQNAgent", Noting)
