@@ -449,7 +449,8 @@ def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float]
             fail("an observation of the environment is not finite")
         with torch.no_grad():
             action = policy(torch.from_numpy(observation[None]))[0].numpy()
-        observation, reward, terminated, truncated, _ = env.step(action if action.ndim else int(action))
+        action = action.astype(env.action_space.dtype, copy=False)[()]  # a discrete one as a number
+        observation, reward, terminated, truncated, _ = env.step(action)
         total, length = total + float(reward), length + 1
         watch(length, total)
     return {"seed": seed, "return": total, "length": length, "terminated": bool(terminated)}

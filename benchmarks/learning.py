@@ -172,6 +172,16 @@ class CollectArgs:
     """replace a result that was made with other arguments"""
 
 
+def make_folder(flag: str, folder: Path) -> None:
+    """Makes the folder if need be; ends the program with exit status 2 if it can't be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"{flag} {folder}: must be a folder that can be written to ({error.strerror})")
+    if not os.access(folder, os.W_OK):
+        fail(f"{flag} {folder}: must be a folder that can be written to")
+
+
 # ---- Collecting ----
 def read_columns(path: Path) -> dict[str, list]:
     """The lines of a JSON-lines file as columns; None where a line lacks a key."""
@@ -283,6 +293,7 @@ def collect_all(args: CollectArgs) -> None:
         fail("FOLDERS: must be one run folder or more")
     try:
         results = [collect(folder) for folder in args.folders]
+        make_folder("--results", args.results)
         for result in results:
             path = write(result, args.results, args.force)
             print(f"{path.name}: {result['return_last_100']} (mean of the last 100 episodes)")
@@ -396,6 +407,8 @@ def run_all(args: RunArgs, plan: list[dict] = PLAN) -> None:
         for job in waiting:
             print(shlex.join(["python", f"leanrl/{job['script']}.py", *job["flags"]]))
         return
+    make_folder("--results", args.results)
+    make_folder("--output-dir", args.output_dir)
     running, failures = [], 0
     try:
         while waiting or running:

@@ -153,7 +153,9 @@ def main(args: Args) -> None:
     for flag, names, known in (("task", args.task, TASKS), ("cell", args.cell, CELLS)):
         for name in names:
             if name not in known:
-                fail(f"--{flag} {name}: must be one of {', '.join(known)}")
+                fail(f"--{flag} {name}: must be one of {', '.join(map(repr, known))}")
+    if not args.seeds or any(not 0 <= seed < 2**32 for seed in args.seeds):
+        fail(f"--seeds {' '.join(map(str, args.seeds))}: must be one or more, each in [0, 2**32)")
     check_plot(args.plot)
     if args.plot:
         draw(args)

@@ -152,7 +152,7 @@ def main(args: Args) -> None:
         fail("--tasks: must be followed by at least one value")
     for task in args.tasks:
         if task not in TASKS:
-            fail(f"--tasks {task}: must be one of {', '.join(TASKS)}")
+            fail(f"--tasks {task}: must be one of {', '.join(map(repr, TASKS))}")
     if args.repeats < 1:
         fail(f"--repeats {args.repeats}: must be at least 1")
     probe = ask(PROBE)

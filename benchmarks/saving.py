@@ -6,7 +6,6 @@
 The two kinds of runs take turns; the loss is the median of those within the turns. Nothing else should run meanwhile.
 """
 
-import json
 import signal
 import statistics
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from speed import (
     PROBE,
     ask,
+    check_output,
     check_seconds,
     command_line,
     fail,
@@ -26,6 +26,7 @@ from speed import (
     now,
     result_path,
     run_script,
+    save,
     split_flags,
 )
 
@@ -56,6 +57,7 @@ def main(args: Args) -> None:
     (script,), probe = find_scripts([args.script], "--script"), ask(PROBE)
     device = "cuda" if probe["gpu"] else "cpu"
     output, result = args.output or result_path("saving", device, probe), new_result("saving", args, probe, device)
+    check_output(output, "saving")
     common = ["--compile", *lengths(script, 1_000, args.steps), *split_flags(args.flags)]
     losses = []
     for repeat in range(1, args.repeats + 1):
@@ -69,7 +71,7 @@ def main(args: Args) -> None:
         result |= {"ended": now(), "losses": losses, "median_loss": statistics.median(losses) if losses else None}
         for each in finished(result["runs"]):
             result["versions"] |= each["summary"]["versions"]
-        output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        save(result, output, [])
     if not losses:
         sys.exit(1)
     print(f"loss: {result['median_loss']:.2%} (median of {len(losses)}); {output.name}")

@@ -494,7 +494,7 @@ def check_args(args: Args) -> None:
     check_seconds(args, "seconds", "limit_seconds", "timeout")
     for name in args.arms:
         if name not in ARMS:
-            fail(f"--arms {name}: must be one of {', '.join(ARMS)}")
+            fail(f"--arms {name}: must be one of {', '.join(map(repr, ARMS))}")
     if len(short := [f"--{name}" for name in ("forms", "claims", "quick") if getattr(args, name)]) > 1:
         fail(f"{' '.join(short)}: only one of them")
     for name in ("models", "lengths", "resets", "passes", "arms"):

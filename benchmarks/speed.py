@@ -506,6 +506,10 @@ def check_output(path: Path, kind: str) -> None:
         fail(f"--output {path}: must be a file that can be written")
     if is_there:
         read_result("--output", path, kind)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output {path}: must be a file that can be written ({error.strerror})")
 
 
 def write(result: dict, path: Path) -> None:

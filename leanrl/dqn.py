@@ -393,6 +393,7 @@ def main(args: Args) -> None:
     with room_for(args):
         buffer = ReplayRing(args, envs[0], device)
         agent = DQNAgent(args, envs[0], device, buffer)
+        torch.empty(8, args.batch_size, 256, device=device)  # about what an update takes
     actions = np.arange(envs[0].action_space.n, dtype=envs[0].action_space.dtype)
     announce_replay(args, buffer, device)
 

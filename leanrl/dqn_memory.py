@@ -1172,6 +1172,7 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     with room_for(args):
         agent = MemoryDQNAgent(args, envs, device)
+        torch.empty(8, args.batch_size, 256, device=device)  # about what an update takes
     announce_replay(args, agent.buffer, device)
 
     with contextlib.closing(envs), Run(args, device, agent, agent.buffer) as run:

@@ -1237,6 +1237,7 @@ def main(args: Args) -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
     with room_for(args):
         agent = CompiledMemoryDQNAgent(args, envs, device)
+        torch.empty(8, args.batch_size, 256, device=device)  # about what an update takes
     announce_replay(args, agent.buffer, device)
 
     with contextlib.closing(envs), Run(args, device, agent, agent.buffer) as run:

@@ -509,6 +509,7 @@ def main(args: Args) -> None:
     with room_for(args):
         buffer = ReplayRing(args, envs[0], device, batches=args.num_envs)
         agent = SACAgent(args, envs[0], device, buffer)
+        torch.empty(8, args.batch_size, 256, device=device)  # about what an update takes
     announce_replay(args, buffer, device)
 
     with contextlib.ExitStack() as stack, Run(args, device, agent, buffer) as run:

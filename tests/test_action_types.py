@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import evaluate
 
 SIZES = ["--total-timesteps", 320, "--num-envs", 2, "--fragment-length", 8, "--batch-fragments", 2]
+DISCRETE = ["dqn", "dqn_memory", "ppo", "ppo_memory", "impala_ray", "appo_ray"]
 SCRIPTS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "ppo_memory", "appo_ray"]
 
 
@@ -23,6 +24,9 @@ class Typed(gym.Env):
 
     def __init__(self, dtype):
         self.observation_space = gym.spaces.Box(-1, 1, (3,))
+        if dtype.kind == "i":
+            self.action_space = gym.spaces.Discrete(3, dtype=dtype)
+            return
         self.action_space = gym.spaces.Box(np.array([-2, 0.25], dtype), np.array([0.5, 1], dtype), dtype=dtype)
 
     def reset(self, *, seed=None, options=None):
@@ -36,14 +40,24 @@ class Typed(gym.Env):
         return self.np_random.uniform(-1, 1, 3).astype(np.float32), float(action.sum()), False, self.t == 7, {}
 
 
-for name in ("float16", "float32", "float64"):
+for name in ("float16", "float32", "float64", "int32", "int64"):
     gym.register(f"Typed{name}-v0", Typed, kwargs={"dtype": np.dtype(name)})
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("script", [script + end for script in SCRIPTS for end in ("", "_torchcompile")])
 def test_actions_have_the_type_of_their_space(launch, script, name):
-    sizes = SIZES if script.startswith("appo") else test_run_files.small(script)
+    check(launch, script, name)
+
+
+@pytest.mark.parametrize("name", ["int32", "int64"])
+@pytest.mark.parametrize("script", [script + end for script in DISCRETE for end in ("", "_torchcompile")])
+def test_discrete_actions_have_the_type_of_their_space(launch, script, name):
+    check(launch, script, name)
+
+
+def check(launch, script, name):
+    sizes = SIZES if script.startswith(("appo", "impala")) else test_run_files.small(script)
     run = launch(script, *sizes, env_id=f"Typed{name}-v0")
     assert run.summary["status"] == "finished" and len(run.episodes) > 20 and run.summary["updates"] > 0
     evaluate.main(evaluate.Args((run.folder,), episodes=1))

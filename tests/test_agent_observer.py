@@ -257,6 +257,12 @@ def test_bad_input(flags, message, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_states_that_are_too_large_for_shared_memory():
+    world = agent_observer.World("shm", 1, True, (10**8, 10**8), 1, 2, None, 1, 1, False, "")
+    with pytest.raises(agent_observer.RunFailed, match="--transport shm can't be set up"):
+        agent_observer.run_world(world, 10)
+
+
 def fails(capsys, function, *arguments) -> str:
     """The one line of an end with exit status 2."""
     with pytest.raises(SystemExit) as error:

@@ -155,9 +155,11 @@ def test_numbers_out_of_range(refused, script):
 
 @pytest.mark.parametrize("script", ON_POLICY)
 def test_rollouts_that_do_not_divide(refused, script):
+    whole = "memory" in script  # whose minibatches are of whole environments
     err = refused(script, "--num-envs", 3, "--num-steps", 5, "--num-minibatches", 4)
-    assert "--num-minibatches 4: must divide a rollout of 15" in err
-    err = refused(script, "--num-envs", 2, "--num-steps", 2, "--num-minibatches", 4)
+    assert "--num-minibatches 4: must divide " + ("--num-envs 3" if whole else "a rollout of 15") in err
+    num_envs, num_steps = (4, 1) if whole else (2, 2)
+    err = refused(script, "--num-envs", num_envs, "--num-steps", num_steps, "--num-minibatches", 4)
     assert "--num-minibatches 4: must divide a rollout of 4 into minibatches of at least 2" in err
     err = refused(script, "--num-envs", 4, "--num-steps", 128, "--total-timesteps", 511)
     assert "--total-timesteps 511: must be at least a rollout of 512" in err
@@ -274,6 +276,20 @@ def test_sizes_that_no_memory_holds(refused, monkeypatch, script):
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert err.startswith(f"error: --{flag} ") and "not enough memory" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems promise memory that they don't have")
+@pytest.mark.parametrize("script", [script for script in ALL if not script.startswith(("ppo", "appo", "impala"))])
+def test_batches_that_no_update_can_hold(refused, script):
+    """Which would be seen only after --learning-starts steps, as the batch itself is small."""
+    used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, before[1]))
+    try:
+        err = refused(script, "--batch-size", 2**22, "--total-timesteps", 2**31 - 1, "--buffer-size", 2**12)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert err.startswith(f"error: --batch-size {2**22}: ") and "not enough memory" in err
 
 
 def test_an_error_that_has_nothing_to_do_with_memory_is_raised():

@@ -242,6 +242,24 @@ def test_an_output_is_new_or_a_result_of_its_kind(tmp_path, capsys, monkeypatch)
         assert error.value.code == 2 and "that can be written" in capsys.readouterr().err
 
 
+def test_paths_of_this_machine_are_cut_where_they_end(monkeypatch):
+    monkeypatch.setattr(speed, "ROOT", Path("/home/me/leanrl"))
+    text = "/home/me/leanrl/x.py, /home/me/leanrl-results/y.json, '/home/me/leanrl' and /home/me/leanrl."
+    assert speed.scrub(text) == "./x.py, /home/me/leanrl-results/y.json, '.' and .."
+
+
+@pytest.mark.parametrize("flag", ["results", "output_dir"])
+def test_learning_refuses_folders_that_cannot_be(tmp_path, capsys, flag):
+    (tmp_path / "file").touch()
+    folders = {"results": tmp_path / "results", "output_dir": tmp_path / "runs"} | {flag: tmp_path / "file" / "x"}
+    entry = {"script": "dqn", "flags": "", "env_id": "CartPole-v1", "steps": 300, "seeds": [1]}
+    with pytest.raises(SystemExit) as error:
+        learning.run_all(learning.RunArgs(**folders), [entry])
+    out, err = capsys.readouterr()
+    message = f"error: --{flag.replace('_', '-')} {tmp_path / 'file' / 'x'}: must be a folder that can be written to"
+    assert error.value.code == 2 and "started" not in out and err.startswith(message) and err.count("\n") == 1
+
+
 def test_names_of_scripts(capsys):
     assert speed.find_scripts(["td3", "sac_continuous_action_torchcompile.py", "dqn", "dqn"]) == [
         "td3_continuous_action",
@@ -634,6 +652,10 @@ def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
     (row,) = [line for line in tables.saving_table(tmp_path).splitlines() if "`dqn_" in line]
     assert row.startswith("| `dqn_torchcompile --compile` | 70 | ")
     assert row.endswith(" | 50.0% | 50.0% | 50.0% |")
+    (tmp_path / "notes.json").write_text("mine")
+    with pytest.raises(SystemExit):
+        saving.main(saving.Args(output=tmp_path / "notes.json"))
+    assert "must be a result file of the kind saving" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         saving.main(saving.Args(save_every=0))
     assert "--save-every 0: must be above 0" in capsys.readouterr().err

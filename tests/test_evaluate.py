@@ -265,6 +265,7 @@ def test_policy_sees_what_the_environment_returns(space, returned, seen):
     first, last = (np.array(values).astype(returned) for values in ([0.25, 200], [0.75, 3]))
     env = SimpleNamespace(
         observation_space=gym.spaces.Box(0, 255, (2,), space),
+        action_space=gym.spaces.Discrete(2),
         reset=lambda seed: (first, {}),
         step=lambda action: (last, 1.0, action == 1, False, {}),
     )

@@ -578,7 +578,7 @@ def test_resume_goes_on(launch, monkeypatch, script):
 
 @each_script
 def test_a_batch_that_is_cut_is_never_counted_as_learned_from(launch, monkeypatch, script):
-    """Neither when the run is stopped in it nor after --resume, which begins another."""
+    """Neither when the run is stopped in it nor after --resume, which begins another and counts it as lost."""
     module, takes = importlib.import_module(script), []
 
     def take(fleet, take=module.Fleet.take):
@@ -595,7 +595,18 @@ def test_a_batch_that_is_cut_is_never_counted_as_learned_from(launch, monkeypatc
     module.main(module.Args(**{name: config[name] for name in module.Args.__dataclass_fields__}))
     summary = read_run(run.folder.parent).summary
     assert summary["status"] == "finished"
-    assert summary["fragments_consumed"] == 2 * summary["updates"] == summary["fragments_delivered"] - 1
+    assert summary["fragments_consumed"] == 2 * summary["updates"] == summary["fragments_delivered"]
+    assert summary["fragments_lost"] == 1
+
+
+def test_a_ledger_that_goes_on_keeps_its_mean_lag():
+    ledger, again = (importlib.import_module("impala_ray").Ledger() for _ in range(2))
+    for lag in (0, 1, 2, 5, 7):
+        ledger.deliver(lag, 100)
+    ledger.consumed, ledger.lost = 3, 4
+    again.load_state_dict(ledger.state_dict())
+    expected = ledger.summary() | {"fragments_delivered": 3, "fragments_lost": 6}
+    assert again.summary() == expected and expected["lag_mean"] == 3
 
 
 def test_only_ray_s_processes_of_a_session_are_ended(tmp_path):

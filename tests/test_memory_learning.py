@@ -80,6 +80,14 @@ def test_unknown_names(capsys, flag, value):
     assert error.value.code == 2 and f"--{flag} {value}" in line
 
 
+@pytest.mark.parametrize("seeds", [(), (-1,), (1, 2**32)])
+def test_seeds_that_no_run_can_have(capsys, seeds):
+    with pytest.raises(SystemExit) as error:
+        memory_learning.main(memory_learning.Args(seeds=seeds, dry_run=True))
+    out, err = capsys.readouterr()
+    assert error.value.code == 2 and out == "" and err.startswith("error: --seeds ") and err.count("\n") == 1
+
+
 def test_means_over_episodes():
     episodes = {
         "global_step": [*range(10, 110, 10)],

@@ -338,6 +338,8 @@ def test_calls_out_of_order(ray, made):
         envs.send(np.ones((4, 2), int), 3)
     with pytest.raises(ValueError, match="steps=0: must be at least 1"):
         envs.send(lean, 0)
+    with pytest.raises(TypeError, match="as an integer"):
+        envs.send(lean, 2.5)
     with pytest.raises(ValueError, match="seed: 3 values for 2 environments"):
         envs.reset(seed=[1, 2, 3])
     with pytest.raises(ValueError, match="reset_mask"):
@@ -597,14 +599,18 @@ def run_text(folder):
     return (folder / "out").read_text()
 
 
-def test_what_was_measured_before_an_interrupt_is_kept(program, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_before_a_signal_is_kept(program, tmp_path, number):
     output = tmp_path / "result.json"
     flags = ("--actors", 1, "--nodes", "--durations", 0.001, "--steps", 1, "--repeats", 100000, "--seconds", 0.01)
     run = program("ray_scaling", *flags, "--output", output)
     wait_until(output.exists, 180)
-    run.interrupt()
+    if number == signal.SIGINT:
+        run.interrupt()
+    else:
+        run.process.terminate()
     status, err = run.end()
-    assert status == 128 + signal.SIGINT and "Traceback" not in err
+    assert status == 128 + number and "Traceback" not in err
     result = json.loads(output.read_text())
     assert result["ended"] is None and result["runs"] and result["medians"]
     assert {(run["kind"], run["nodes"], run["actors"]) for run in result["runs"]} == {("measured", 1, 1)}
