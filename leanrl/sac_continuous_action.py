@@ -368,7 +368,7 @@ class SACAgent(nn.Module):
         self.actor = GaussianActor(observation_dim, self.action_dim).to(device)
         self.critics = nn.ModuleList([QNetwork(observation_dim, self.action_dim) for _ in range(2)]).to(device)
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
-        log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))
+        log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))  # 0 has no logarithm
         self.log_alpha = nn.Parameter(torch.tensor(log_alpha, device=device))
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr)
         self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=args.q_lr)

@@ -461,7 +461,7 @@ class CompiledSACAgent(nn.Module):
         # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere
         self.critics = nn.Buffer(F.pad(critics, (0, -critics.shape[1] % 16)).to(device))
         self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
-        log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))
+        log_alpha = 0.0 if args.autotune else math.log(max(args.alpha, 1e-30))  # 0 has no logarithm
         self.log_alpha = nn.Buffer(torch.tensor(log_alpha, device=device))
         self.actor_optimizer = Adam(self.actor, lr=args.policy_lr)
         self.critic_optimizer = Adam(self.critics, lr=args.q_lr)
