@@ -127,7 +127,7 @@ def test_learners_are_timed(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "args, words",
     [
-        ({"tasks": ("Pong",)}, "--tasks Pong: must be one of IMPALA, CartPole-v1"),
+        ({"tasks": ("Pong",)}, "--tasks Pong: must be one of 'IMPALA, CartPole-v1'"),
         ({"tasks": ()}, "--tasks: must be followed by at least one value"),
         ({"timeout": float("nan")}, "--timeout nan: must be above 0 and at most 1e6 s"),
         ({"timeout": -1.0}, "--timeout -1: must be above 0 and at most 1e6 s"),

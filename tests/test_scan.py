@@ -469,7 +469,7 @@ def test_a_picture_of_nothing_is_refused(result, tmp_path, capsys):
         ({"lengths": (64, 1)}, "--lengths 1: must be at least 2"),
         ({"lengths": ()}, "--lengths: must be followed by at least one value"),
         ({"resets": (1.5,)}, "--resets 1.5: must lie in [0, 1]"),
-        ({"arms": ("scan", "loop")}, "--arms loop: must be one of eager loop, "),
+        ({"arms": ("scan", "loop")}, "--arms loop: must be one of 'eager loop', "),
         ({"limit_seconds": float("nan")}, "--limit-seconds nan: must be above 0"),
         ({"plot": Path("/no/such/folder/x.png")}, "--plot /no/such/folder/x.png: must be a file in a folder"),
         ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
