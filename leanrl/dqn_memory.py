@@ -199,6 +199,8 @@ def encoder(space: gym.Space) -> Callable:
     if not isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         raise NoCodeError(f"observations must be numbers, not {space}")
     sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
+    if sizes.sum(dtype=float) > 2**20:
+        raise NoCodeError(f"observations must be of fewer values, not {space}")
     start, total, offsets = np.ravel(space.start), sizes.sum(), np.cumsum([0, *sizes[:-1]])
 
     def encode(batch) -> np.ndarray:
@@ -261,7 +263,7 @@ class Environments:
         try:
             self.encode = encoder(self.observation_space)
             self.begin(0)
-        except (NoCodeError, MemoryError) as error:
+        except NoCodeError as error:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
@@ -1172,7 +1174,7 @@ def main(args: Args) -> None:
     torch.set_flush_denormal(True)  # moments of Adam that die away would become the CPU's slowest numbers
     with room_for(args):
         agent = MemoryDQNAgent(args, envs, device)
-        torch.empty(8, args.batch_size, 256, device=device)  # about what an update takes
+        torch.empty(8, args.batch_size, 256, device=device)  # an update must fit too
     announce_replay(args, agent.buffer, device)
 
     with contextlib.closing(envs), Run(args, device, agent, agent.buffer) as run:
@@ -1531,7 +1533,7 @@ class Run(contextlib.AbstractContextManager):
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # an environment's own
+        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # the environment called exit
             sys.exit(f"error: {error!r}")
 
 

@@ -464,7 +464,7 @@ def main(args: Args) -> None:
     with room_for(args):
         buffer = ReplayRing(args, envs[0], device)
         agent = CompiledDQNAgent(args, envs[0], device, buffer)
-        torch.empty(8, args.batch_size, 256, device=device)  # about what an update takes
+        torch.empty(8, args.batch_size, 256, device=device)  # an update must fit too
     actions = np.arange(envs[0].action_space.n, dtype=envs[0].action_space.dtype)
     announce_replay(args, buffer, device)
 
@@ -848,7 +848,7 @@ class Run(contextlib.AbstractContextManager):
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # an environment's own
+        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # the environment called exit
             sys.exit(f"error: {error!r}")
 
 

@@ -190,6 +190,7 @@ class GymEnvironments:
 
     def __init__(self, args: Args, seed: int, step: int):
         self.envs = make_environments(args)
+        self.action_type = self.envs[0].action_space.dtype
         self.observation = np.stack(first_observations(self.envs, seed, step), dtype=np.float32)
         self.frames, self.valid = self.observation[None], np.ones(args.num_envs, bool)
 
@@ -199,7 +200,7 @@ class GymEnvironments:
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> rewards and ends, and those of the episodes that are written down; [N] each."""
-        action = action.astype(self.envs[0].action_space.dtype, copy=False)
+        action = action.astype(self.action_type, copy=False)
         reward, ends = np.zeros(len(action)), np.zeros((2, len(action)), bool)
         for i, env in enumerate(self.envs):
             if self.valid[i]:
@@ -1512,7 +1513,7 @@ class Run(contextlib.AbstractContextManager):
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # an environment's own
+        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # the environment called exit
             sys.exit(f"error: {error!r}")
 
 

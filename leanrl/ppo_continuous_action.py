@@ -779,7 +779,7 @@ class Run(contextlib.AbstractContextManager):
             signal.signal(number, handler)
         if status == "interrupted":
             sys.exit(128 + (self.stop[0] if self.stop else signal.SIGINT))
-        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # an environment's own
+        if kind is SystemExit and error.code != 2 and not isinstance(error.code, str):  # the environment called exit
             sys.exit(f"error: {error!r}")
 
 

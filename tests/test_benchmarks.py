@@ -227,6 +227,7 @@ def test_an_output_is_new_or_a_result_of_its_kind(tmp_path, capsys, monkeypatch)
     speed.save(json.loads(good.read_text()), path, [])  # and the folder is made
     speed.check_output(path, "speed")
     refused = {tmp_path: "that can be written", good / "below.json": "that can be written", other: "of the kind speed"}
+    refused[tmp_path / ("x" * 300) / "new.json"] = "that can be written (File name too long)"
     for text in ("", "[]", "{}", '{"kind": "speed"}', good.read_text().replace('"speed"', '"warmup"', 1)):
         other.write_text(text)
         for path, words in refused.items():

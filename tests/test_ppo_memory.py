@@ -144,6 +144,8 @@ UNSEEN = {
     "sequence": gym.spaces.Sequence(gym.spaces.Discrete(2)),
     "graph": gym.spaces.Graph(BOX, None),
     "nested text": gym.spaces.Dict({"a": SHIFTED, "b": gym.spaces.Tuple((BOX, gym.spaces.Text(5)))}),
+    "huge": gym.spaces.Discrete(2**62),
+    "huge grid": gym.spaces.MultiDiscrete([2**62, 2**62]),
 }
 for name, space in (SEEN | UNSEEN).items():
     gym.register(f"Shows-{name.replace(' ', '-')}-v0", functools.partial(Samples, space), disable_env_checker=True)
@@ -178,7 +180,7 @@ def test_observations_are_encoded_as_gymnasium_flattens_them(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_has_no_code_is_an_error(name):
-    with pytest.raises(NoCodeError, match="observations must be numbers, not"):
+    with pytest.raises(NoCodeError, match="observations must be (numbers|of fewer values), not"):
         encoder(UNSEEN[name])
 
 
@@ -382,12 +384,15 @@ REFUSED = {  # environments, and what is said of them
     "MultiBinaryActionDiscrete-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "UnboundedActionContinuous-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "HalfBoundedActionContinuous-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
+    "EmptyActionContinuous-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "MatrixActionContinuous-v0": "its actions must be Discrete or a one-dimensional float Box with bounds",
     "SameStep-v0": "its vector environment must reset in the step after an episode's end",
     "Shows-text-v0": "observations must be numbers, not Text",
     "Shows-sequence-v0": "observations must be numbers, not Sequence",
     "Shows-graph-v0": "observations must be numbers, not Graph",
     "Shows-nested-text-v0": "observations must be numbers, not Text",
+    "Shows-huge-v0": "observations must be of fewer values, not Discrete",
+    "Shows-huge-grid-v0": "observations must be of fewer values, not MultiDiscrete",
 }
 
 

@@ -494,6 +494,7 @@ def test_signals_from_outside(start, tmp_path, script, env_id, signals, status):
         ("Failing", "RuntimeError: the environment broke down"),
         ("Underflowing", "FloatingPointError: the environment broke down"),
         ("Exiting", "error: SystemExit(0)"),
+        ("Exiting3", "error: SystemExit(3)"),
         ("NaNReward", None),
     ],
 )
