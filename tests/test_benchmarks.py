@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import gpu_visit  # noqa: E402
 import learning  # noqa: E402
 import saving  # noqa: E402
 import speed  # noqa: E402
@@ -276,6 +277,72 @@ def test_every_workload_is_a_pair_of_scripts():
     for script in speed.WORKLOADS:
         assert (ROOT / "leanrl" / f"{script}.py").is_file()
         assert (ROOT / "leanrl" / f"{script}_torchcompile.py").is_file()
+
+
+# ---- gpu_visit.py ----
+@pytest.fixture
+def fake_gpu(stand_in, tmp_path, monkeypatch):
+    """A machine on which torch finds a GPU, nvidia-smi tells of its use, and the stand-in takes its time."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nwhile :; do echo '50, 100.5'; echo '[N/A], [N/A]'; sleep 0.02; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(speed, "ask", lambda _: PROBE | {"gpu": "A GPU"})
+    text = SCRIPT.replace("folder.mkdir()", "folder.mkdir()\ntime.sleep(0.3)")
+    for path in stand_in.iterdir():
+        path.write_text(text.replace('"wall_seconds"', '"fps_window": [0, 10], "wall_seconds"'))
+
+
+def visit(tmp_path, **changed) -> dict:
+    parts = dict.fromkeys(("tests", "scan", "others", "fill_caches", "warmup"), False)
+    gpu_visit.main(gpu_visit.Args(**{"output": tmp_path / "out", "scripts": ("dqn",), **parts, **changed}))
+    return json.loads((tmp_path / "out" / "gpu_visit.json").read_text())
+
+
+def test_a_visit_measures_every_arm_and_the_use_of_the_gpu(fake_gpu, tmp_path, capsys):
+    noted = visit(tmp_path, fill_caches=True, warmup=True)
+    assert [(run["script"], run["status"]) for run in noted["filled"]] == [("dqn", "finished")]
+    assert noted["tests"] is None and noted["hardware"]["gpu"] == "A GPU" and noted["seconds"] < 500
+    results = {path.name.partition("_")[0]: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
+    assert sorted(results) == ["gpu", "speed", "warmup"]
+    runs = results["speed"]["runs"]
+    arms = [(variant, repeat) for repeat in (1, 2) for variant in gpu_visit.VARIANTS]
+    assert [(run["variant"], run["repeat"]) for run in runs] == arms
+    assert all("--no-cuda" not in run["command"] for run in runs)
+    for run in runs:
+        use = run["gpu_use"]
+        assert (use["utilisation_percent"], use["power_watts"]) == (50, 100.5) and use["samples"] > 1
+    assert results["speed"]["ended"] and results["warmup"]["ended"]
+    assert [run["cache"] for run in results["warmup"]["runs"]] == 2 * ["cold", "warm", "warm"]
+    assert "dqn eager: GPU used 50 % of the time" in capsys.readouterr().out
+
+
+def test_a_visit_begins_nothing_that_would_outlast_it(fake_gpu, tmp_path):
+    noted = visit(tmp_path, fill_caches=True, warmup=True, scan=True, budget=20)
+    assert noted["filled"] is None and noted["scan"] is None
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["gpu_visit.json"]
+
+
+def test_the_use_of_the_gpu_is_that_of_the_window_in_which_fps_was_taken():
+    sampler = object.__new__(gpu_visit.Sampler)
+    sampler.samples = [(99.0, 0, 50), (100.5, 80, 300), (101.5, 60, 200), (102.5, 0, 50)]  # time, %, W
+    run = {"summary": {"fps": 50.0, "fps_window": [100, 200]}, "ended": 102.0}  # two seconds
+    assert sampler.during(run) == {"utilisation_percent": 70.0, "power_watts": 250.0, "samples": 2}
+    assert sampler.during(run | {"ended": 90.0}) is None and sampler.during({"summary": None}) is None
+
+
+def test_a_visit_needs_a_gpu_and_a_folder(stand_in, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    for gpu, changed, words in (
+        (None, {}, "there is no CUDA device"),
+        ("A GPU", {"variants": ()}, "--variants: must be followed by at least one value"),
+        ("A GPU", {"output": tmp_path / "file" / "below"}, "must be a folder that can be written to"),
+    ):
+        monkeypatch.setattr(speed, "ask", lambda _, gpu=gpu: PROBE | {"gpu": gpu})
+        with pytest.raises(SystemExit) as error:
+            visit(tmp_path, **changed)
+        assert error.value.code == 2 and words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 # ---- tables.py ----

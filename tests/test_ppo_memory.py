@@ -180,7 +180,7 @@ def test_observations_are_encoded_as_gymnasium_flattens_them(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_has_no_code_is_an_error(name):
-    with pytest.raises(NoCodeError, match="observations must be (numbers|of fewer values), not"):
+    with pytest.raises(NoCodeError, match=r"observations must be (numbers|of fewer values), not"):
         encoder(UNSEEN[name])
 
 
