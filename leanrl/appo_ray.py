@@ -76,7 +76,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "CartPole-v1"
-    """id of the environment: Gymnasium's, also module:Id; EnvPool's Atari (also with Ray), MiniGrid (with a memory)"""
+    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
     total_timesteps: Count = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 8
@@ -427,7 +427,7 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 
 # ---- Advantages ----
 def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    """x[t] = values[t] + discounts[t] · x[t + 1], backwards, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
     reach = 1
     while reach < len(values):
         values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
@@ -613,9 +613,8 @@ class APPOAgent(nn.Module):
     def ppo_loss(self, network, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a minibatch, minus the objective of eq. 9, and what is logged of it; means over valid rows."""
         args, valid = self.args, batch["valid"] > 0
-        advantage, returns, old_value = (
-            torch.where(valid, batch[name], 0) for name in ("advantage", "return", "value")
-        )
+        names = ("advantage", "return", "value")
+        advantage, returns, old_value = (torch.where(valid, batch[name], 0) for name in names)
         count = valid.sum().clamp(min=1)
 
         def mean(values: torch.Tensor) -> torch.Tensor:
@@ -655,7 +654,8 @@ class APPOAgent(nn.Module):
 # ---- Actors ----
 def act_discrete(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Sampled actions and their log-probabilities; [N, ...] -> [N], [N]."""
-    logits, _ = network(torch.from_numpy(observation))
+    x = torch.from_numpy(observation)
+    logits = network.actor(x) if x.ndim == 2 else network(x)[0]  # for vectors the critic is a network of its own
     log_probs = F.log_softmax(logits, -1).numpy()
     action = (log_probs + rng.gumbel(size=log_probs.shape)).argmax(1)  # Gumbel-max
     return action, np.take_along_axis(log_probs, action[:, None], 1).squeeze(1)
@@ -663,7 +663,8 @@ def act_discrete(network: nn.Module, observation: np.ndarray, rng: np.random.Gen
 
 def act_continuous(network: nn.Module, observation: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Sampled actions and their log-probabilities; [N, ...] -> [N, A], [N]."""
-    mean, log_std, _ = network(torch.from_numpy(observation))
+    normalizer, policy = network
+    mean, log_std = policy.actor(normalizer(torch.from_numpy(observation))), policy.log_std
     action = mean + log_std.exp() * torch.from_numpy(rng.standard_normal(mean.shape, dtype=np.float32))
     return action.numpy(), gaussian_log_prob(mean, log_std, action).numpy()
 
@@ -906,9 +907,8 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Goes on from there; fragments that waited for a batch to be full are lost, and the mean lag is kept."""
         vars(self).update(state)
-        waiting = self.delivered - self.consumed
         self.lag_sum *= self.consumed / max(self.delivered, 1)
-        self.delivered, self.lost = self.consumed, self.lost + waiting
+        self.delivered, self.lost = self.consumed, self.lost + self.delivered - self.consumed
 
     def deliver(self, lag: int, size: int) -> None:
         """Enters a fragment of `size` bytes."""
@@ -1412,8 +1412,8 @@ class Run(contextlib.AbstractContextManager):
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed = None
+        self.args, self.device, self.is_cut = args, device, False
+        self.learned_at = self.window = self.closed = self.stop = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
@@ -1429,8 +1429,7 @@ class Run(contextlib.AbstractContextManager):
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
-        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates_seen = self.updates
+        self.first_step, self.last_step, self.updates_seen = self.global_step, self.global_step, self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -1463,9 +1462,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -1544,12 +1541,12 @@ class Run(contextlib.AbstractContextManager):
         if lines:
             self.files[1].write("".join(lines))
 
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
+    def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
         has_learned, self.updates_seen = self.updates > self.updates_seen, self.updates
-        if self.window is None and self.updates > self.updates_before:
-            self.learned_at = self.learned_at or step
+        self.learned_at = self.learned_at or (step if has_learned else None)
+        if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
             if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
@@ -1566,17 +1563,17 @@ class Run(contextlib.AbstractContextManager):
         if self.stop is not None:
             raise KeyboardInterrupt
 
-    def finite(self, losses: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    def finite(self, losses: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """The losses as numbers; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items()}
+        losses = dict(zip(losses, torch.stack([*losses.values()]).tolist(), strict=True))  # one wait for a GPU
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 sys.exit(f"error: {name} is {loss} at step {self.global_step}")
         return losses
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+    def log(self, losses: Mapping[str, torch.Tensor], values: Mapping[str, float]) -> None:
         """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = self.finite(losses) if self.updates > self.updates_before else {}
+        losses = self.finite(losses) if self.learned_at else {}
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -1629,11 +1626,10 @@ class Run(contextlib.AbstractContextManager):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
-        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed, "fps": fps, "peak_memory_bytes": peak}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episode_return": self.means()["episode_return"]}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
@@ -1641,7 +1637,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
-        if status == "finished" and self.updates == self.updates_before:
+        if status == "finished" and not self.learned_at:
             steps = self.global_step - self.first_step
             print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")

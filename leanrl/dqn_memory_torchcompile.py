@@ -63,7 +63,7 @@ from tqdm import tqdm
 try:
     import triton
     import triton.language as tl
-except ImportError:  # PyTorch for CPUs, macOS, Windows: the text of a kernel still needs a name of `tl`
+except ImportError:  # PyTorch for CPUs or macOS: the text of a kernel still needs a name of `tl`
     triton, tl = None, SimpleNamespace(constexpr=None)
 
 
@@ -80,7 +80,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's, also module:Id; EnvPool's Atari (also with Ray), MiniGrid (with a memory)"""
+    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
     total_timesteps: Count = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 16
@@ -189,7 +189,7 @@ def make_vector(args: Args, seeds: Sequence[int]):
 
 
 class NoCodeError(Exception):
-    """A space's elements, or what is meant to be one, can't be made numbers."""
+    """An observation, or any observation of a space, can't be made numbers."""
 
 
 def encoder(space: gym.Space) -> Callable:
@@ -546,10 +546,10 @@ def linear_recurrence(
 Tensor = torch.Tensor
 
 
-def operator(loop: Callable) -> Callable:
-    """The loop as an operator of PyTorch; of [T, ...] and [B, *S], its first arguments, it makes [T, B, *S]."""
-    name = f"leanrl::{loop.__name__}_{__name__.replace('.', '_')}"
-    made = torch.library.custom_op(name, loop, mutates_args=())
+def operator(function: Callable) -> Callable:
+    """The function as an operator of PyTorch; of [T, ...] and [B, *S], its first arguments, it makes [T, B, *S]."""
+    name = f"leanrl::{function.__name__}_{__name__.replace('.', '_')}"
+    made = torch.library.custom_op(name, function, mutates_args=())
     made.register_fake(lambda rows, state, *_: state.new_empty(len(rows), *state.shape))
 
     def run(*inputs: Tensor | list[Tensor]) -> Tensor:
@@ -1013,11 +1013,11 @@ class SliceReplay:
         self.rows, self.added = min(args.buffer_size, most) // args.num_envs, 0
         self.sizes, self.device = (args.batch_size // args.slice_length, args.num_envs), device
         dtypes = {"action": torch.int32} | dict.fromkeys(("terminated", "valid"), torch.bool)
-        self.fields = {
+        self.storage = {
             name: torch.zeros(self.rows, args.num_envs, *shape, dtype=dtypes.get(name, torch.float32), device=device)
             for name, shape in shapes.items()
         }
-        self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.fields.values())
+        self.nbytes = self.saved_nbytes = sum(field.nbytes for field in self.storage.values())
         self.newest = torch.zeros(1, dtype=torch.long, device=device)
         self.steps = torch.arange(args.slice_length + 1, device=device)[:, None]
 
@@ -1029,8 +1029,8 @@ class SliceReplay:
     def write(self, number: torch.Tensor, **values: torch.Tensor) -> None:
         """Puts values that it keeps into a row of all environments; its number, [1], and [num_envs, ...] each."""
         for name, value in values.items():
-            if name in self.fields:
-                self.fields[name][number % self.rows] = value[None].to(self.fields[name].dtype)
+            if name in self.storage:
+                self.storage[name][number % self.rows] = value[None].to(self.storage[name].dtype)
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first rows of random slices, and their environments; [slices] each."""
@@ -1050,21 +1050,21 @@ class SliceReplay:
         float32 tensors of [slice_length + 1, B, ...] by the names of the fields, but the first row's state: [B, ...].
         """
         place = (first + self.steps) % self.rows
-        fields = self.fields.items()
+        fields = self.storage.items()
         return {name: field[place[0] if name == "state" else place, env].float() for name, field in fields}
 
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
-        fields = {name: field[: self.added].to("cpu", copy=True) for name, field in self.fields.items()}
+        fields = {name: field[: self.added].to("cpu", copy=True) for name, field in self.storage.items()}
         return fields | {"added": self.added}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Fills a new buffer, of the same capacity or, if it was not full, a larger one."""
         self.added = state["added"]
         self.newest.fill_(self.added)  # the one to come: no warm-up may write into another
-        for name, field in self.fields.items():
+        for name, field in self.storage.items():
             field[: len(state[name])] = state[name].to(self.device)
-        self.fields["valid"][(self.added - 1) % self.rows] = False  # what followed was not seen: new episodes begin
+        self.storage["valid"][(self.added - 1) % self.rows] = False  # what followed was not seen: new episodes begin
 
 
 # ---- For compilation and capture ----
@@ -1074,8 +1074,8 @@ class FlatModule:
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
         # A matrix's rows in memory are its longer side: BLAS is slow at short ones, of few inputs or few outputs
-        self.turned = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
-        parts = [p.mT if turned else p for p, turned in zip(module.parameters(), self.turned, strict=True)]
+        self.transposed = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
+        parts = [p.mT if transposed else p for p, transposed in zip(module.parameters(), self.transposed, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
@@ -1086,8 +1086,8 @@ class FlatModule:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), self.turned, strict=False)
-        return [part.view(shape[::-1]).mT if turned else part.view(shape) for part, shape, turned in parts]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), self.transposed, strict=False)
+        return [part.view(shape[::-1]).mT if transposed else part.view(shape) for part, shape, transposed in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
@@ -1105,7 +1105,7 @@ class Adam(nn.Module):
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
         self.powers.mul_(self.betas)
         first_correction, second_correction = (1 - self.powers).unbind()
-        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.first_moment.lerp_(gradient, 1 - 0.9)  # the betas above, as numbers
         self.second_moment.lerp_(gradient.square(), 1 - 0.999)
         deviation = (self.second_moment / second_correction).sqrt() + self.eps
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
@@ -1117,7 +1117,7 @@ def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
     with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
-        for step in 5 * steps:
+        for step in 5 * steps:  # `CudaGraphModule` runs it twice, captures it, and replays it
             step()
     agent.load_state_dict(before)
     run.warmup_seconds += run.now() - started
@@ -1382,8 +1382,8 @@ class Run(contextlib.AbstractContextManager):
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed = None
+        self.args, self.device, self.is_cut = args, device, False
+        self.learned_at = self.window = self.closed = self.stop = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
@@ -1399,8 +1399,7 @@ class Run(contextlib.AbstractContextManager):
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
-        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates_seen = self.updates
+        self.first_step, self.last_step, self.updates_seen = self.global_step, self.global_step, self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -1433,9 +1432,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -1514,12 +1511,12 @@ class Run(contextlib.AbstractContextManager):
         if lines:
             self.files[1].write("".join(lines))
 
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
+    def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
         has_learned, self.updates_seen = self.updates > self.updates_seen, self.updates
-        if self.window is None and self.updates > self.updates_before:
-            self.learned_at = self.learned_at or step
+        self.learned_at = self.learned_at or (step if has_learned else None)
+        if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
             if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
@@ -1536,17 +1533,17 @@ class Run(contextlib.AbstractContextManager):
         if self.stop is not None:
             raise KeyboardInterrupt
 
-    def finite(self, losses: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    def finite(self, losses: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """The losses as numbers; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items()}
+        losses = dict(zip(losses, torch.stack([*losses.values()]).tolist(), strict=True))  # one wait for a GPU
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 sys.exit(f"error: {name} is {loss} at step {self.global_step}")
         return losses
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+    def log(self, losses: Mapping[str, torch.Tensor], values: Mapping[str, float]) -> None:
         """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = self.finite(losses) if self.updates > self.updates_before else {}
+        losses = self.finite(losses) if self.learned_at else {}
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -1599,11 +1596,10 @@ class Run(contextlib.AbstractContextManager):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
-        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed, "fps": fps, "peak_memory_bytes": peak}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episode_return": self.means()["episode_return"]}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
@@ -1611,7 +1607,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
-        if status == "finished" and self.updates == self.updates_before:
+        if status == "finished" and not self.learned_at:
             steps = self.global_step - self.first_step
             print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")

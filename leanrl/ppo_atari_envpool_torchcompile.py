@@ -69,7 +69,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "Breakout-v5"
-    """id of the environment: Gymnasium's, also module:Id; EnvPool's Atari (also with Ray), MiniGrid (with a memory)"""
+    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
     total_timesteps: Count = 10_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 8
@@ -232,7 +232,7 @@ class Rollout:
 
 # ---- Advantages ----
 def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    """x[t] = values[t] + discounts[t] · x[t + 1], backwards, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
     reach = 1
     while reach < len(values):
         values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
@@ -248,8 +248,8 @@ class FlatModule:
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
         # A matrix's rows in memory are its longer side: BLAS is slow at short ones, of few inputs or few outputs
-        self.turned = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
-        parts = [p.mT if turned else p for p, turned in zip(module.parameters(), self.turned, strict=True)]
+        self.transposed = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
+        parts = [p.mT if transposed else p for p, transposed in zip(module.parameters(), self.transposed, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
         # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
         for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
@@ -260,8 +260,8 @@ class FlatModule:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), self.turned, strict=False)
-        return [part.view(shape[::-1]).mT if turned else part.view(shape) for part, shape, turned in parts]
+        parts = zip(flat.split([*sizes, len(flat) - sum(sizes)]), self.shapes.values(), self.transposed, strict=False)
+        return [part.view(shape[::-1]).mT if transposed else part.view(shape) for part, shape, transposed in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
         return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
@@ -279,7 +279,7 @@ class Adam(nn.Module):
     def step(self, parameters: torch.Tensor, gradient: torch.Tensor) -> None:
         self.powers.mul_(self.betas)
         first_correction, second_correction = (1 - self.powers).unbind()
-        self.first_moment.lerp_(gradient, 1 - 0.9)
+        self.first_moment.lerp_(gradient, 1 - 0.9)  # the betas above, as numbers
         self.second_moment.lerp_(gradient.square(), 1 - 0.999)
         deviation = (self.second_moment / second_correction).sqrt() + self.eps
         parameters.sub_(self.lr * (self.first_moment / first_correction) / deviation)
@@ -291,7 +291,7 @@ def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
     with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore", category=UserWarning):
-        for step in 5 * steps:
+        for step in 5 * steps:  # `CudaGraphModule` runs it twice, captures it, and replays it
             step()
     agent.load_state_dict(before)
     run.warmup_seconds += run.now() - started
@@ -322,6 +322,7 @@ class CompiledAtariPPOAgent(nn.Module):
         self.batch = {name: torch.zeros(size, device=device) for name in names}
         self.batch["observation"] = torch.zeros(size, *FRAMES, dtype=torch.uint8, device=device)
         self.batch["valid"] = self.rollout.tensors["valid"].flatten()
+        # Of a fixed address, where the captured update of the compiled script reads its rows
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         # With channels last, which is fastest for convolutions
         self.images = self.images.contiguous(memory_format=torch.channels_last)
@@ -369,18 +370,18 @@ class CompiledAtariPPOAgent(nn.Module):
             self.batch[name][self.row + self.columns] = tensor
 
     def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
+        """Makes the rollout a batch of [T * N], with advantages by GAE (Schulman et al. 2016, eq. 16).
 
-        Each step's next value is that of the row after it, where an episode ended, too: its last observation is there,
-        in the row that only resets. A terminated one's is not used.
+        A[t] = δ[t] + γλ (1 - done[t]) A[t + 1], with the TD error δ. The next value is that of the row after, where an
+        episode ended, too: its last observation is there, in the row that only resets. A terminated one's is not used.
         """
         args, rollout = self.args, self.rollout.tensors
         _, last_value = self.policy_and_value(self.network, self.observation)
         value = self.batch["value"].view(args.num_steps, args.num_envs)
         next_value = torch.cat([value[1:], last_value[None]])
-        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        td_error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
+        advantage = discounted_sums(td_error, args.gamma * args.gae_lambda * not_done)
         for name, estimate in {"advantage": advantage, "return": advantage + value}.items():
             self.batch[name].copy_(estimate.flatten())
 
@@ -588,8 +589,8 @@ class Run(contextlib.AbstractContextManager):
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed = None
+        self.args, self.device, self.is_cut = args, device, False
+        self.learned_at = self.window = self.closed = self.stop = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
@@ -605,8 +606,7 @@ class Run(contextlib.AbstractContextManager):
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
-        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates_seen = self.updates
+        self.first_step, self.last_step, self.updates_seen = self.global_step, self.global_step, self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -639,9 +639,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -720,12 +718,12 @@ class Run(contextlib.AbstractContextManager):
         if lines:
             self.files[1].write("".join(lines))
 
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
+    def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
         has_learned, self.updates_seen = self.updates > self.updates_seen, self.updates
-        if self.window is None and self.updates > self.updates_before:
-            self.learned_at = self.learned_at or step
+        self.learned_at = self.learned_at or (step if has_learned else None)
+        if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
             if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
@@ -742,17 +740,17 @@ class Run(contextlib.AbstractContextManager):
         if self.stop is not None:
             raise KeyboardInterrupt
 
-    def finite(self, losses: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    def finite(self, losses: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """The losses as numbers; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items()}
+        losses = dict(zip(losses, torch.stack([*losses.values()]).tolist(), strict=True))  # one wait for a GPU
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 sys.exit(f"error: {name} is {loss} at step {self.global_step}")
         return losses
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+    def log(self, losses: Mapping[str, torch.Tensor], values: Mapping[str, float]) -> None:
         """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = self.finite(losses) if self.updates > self.updates_before else {}
+        losses = self.finite(losses) if self.learned_at else {}
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -805,11 +803,10 @@ class Run(contextlib.AbstractContextManager):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
-        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed, "fps": fps, "peak_memory_bytes": peak}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episode_return": self.means()["episode_return"]}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
@@ -817,7 +814,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
-        if status == "finished" and self.updates == self.updates_before:
+        if status == "finished" and not self.learned_at:
             steps = self.global_step - self.first_step
             print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")

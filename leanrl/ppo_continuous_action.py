@@ -63,7 +63,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, also module:Id; EnvPool's Atari (also with Ray), MiniGrid (with a memory)"""
+    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
     total_timesteps: Count = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -272,7 +272,7 @@ class Rollout:
 
 # ---- Advantages ----
 def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """x[t] = values[t] + discounts[t] · x[t + 1] by doubling, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
+    """x[t] = values[t] + discounts[t] · x[t + 1], backwards, in log2(T) steps (Hillis and Steele 1986); all [T, N]."""
     reach = 1
     while reach < len(values):
         values = torch.cat([values[:-reach] + discounts[:-reach] * values[reach:], values[-reach:]])
@@ -300,6 +300,7 @@ class ContinuousPPOAgent(nn.Module):
         size = args.num_steps * args.num_envs
         estimates = {name: torch.zeros(size, device=device) for name in ("log_prob", "value", "advantage", "return")}
         self.batch = {name: self.rollout.tensors[name].flatten(0, 1) for name in ("observation", "action")} | estimates
+        # Of a fixed address, where the captured update of the compiled script reads its rows
         self.minibatch = torch.zeros(size // args.num_minibatches, dtype=torch.long, device=device)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
@@ -329,23 +330,24 @@ class ContinuousPPOAgent(nn.Module):
     @torch.no_grad()
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs, A]."""
-        mean, log_std, _ = self.policy_and_value(self.network, torch.as_tensor(observation, device=self.device))
+        mean, log_std = self.network.actor(torch.as_tensor(observation, device=self.device)), self.network.log_std
         action = (mean + log_std.exp() * torch.randn_like(mean)).cpu().numpy()
         self.rollout.arrays["action"][t] = action
         return self.rollout.arrays["action"][t]
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Estimates the advantages of the rollout (Schulman et al. 2016, eq. 16), and makes it a batch of [T * N].
+        """Makes the rollout a batch of [T * N], with advantages by GAE (Schulman et al. 2016, eq. 16).
 
-        A truncated episode's last value is that of its true last observation; a terminated one's is 0.
+        A[t] = δ[t] + γλ (1 - done[t]) A[t + 1], with the TD error δ. A truncated episode's last value is that of its
+        true last observation; a terminated one's is 0.
         """
         args, rollout = self.args, self.rollout.tensors
         log_prob, _, value = self.evaluate(self.network, rollout["observation"], rollout["action"])
         *_, next_value = self.policy_and_value(self.network, rollout["next_observation"])
-        target = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value
+        td_error = rollout["reward"] + args.gamma * (1 - rollout["terminated"]) * next_value - value
         not_done = 1 - torch.maximum(rollout["terminated"], rollout["truncated"])
-        advantage = discounted_sums(target - value, args.gamma * args.gae_lambda * not_done)
+        advantage = discounted_sums(td_error, args.gamma * args.gae_lambda * not_done)
         estimates = {"log_prob": log_prob, "value": value, "advantage": advantage, "return": advantage + value}
         for name, estimate in estimates.items():
             self.batch[name].copy_(estimate.flatten())
@@ -540,8 +542,8 @@ class Run(contextlib.AbstractContextManager):
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed = None
+        self.args, self.device, self.is_cut = args, device, False
+        self.learned_at = self.window = self.closed = self.stop = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
@@ -557,8 +559,7 @@ class Run(contextlib.AbstractContextManager):
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
-        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates_seen = self.updates
+        self.first_step, self.last_step, self.updates_seen = self.global_step, self.global_step, self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -591,9 +592,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -672,12 +671,12 @@ class Run(contextlib.AbstractContextManager):
         if lines:
             self.files[1].write("".join(lines))
 
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
+    def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
         has_learned, self.updates_seen = self.updates > self.updates_seen, self.updates
-        if self.window is None and self.updates > self.updates_before:
-            self.learned_at = self.learned_at or step
+        self.learned_at = self.learned_at or (step if has_learned else None)
+        if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
             if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
@@ -694,17 +693,17 @@ class Run(contextlib.AbstractContextManager):
         if self.stop is not None:
             raise KeyboardInterrupt
 
-    def finite(self, losses: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    def finite(self, losses: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """The losses as numbers; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items()}
+        losses = dict(zip(losses, torch.stack([*losses.values()]).tolist(), strict=True))  # one wait for a GPU
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 sys.exit(f"error: {name} is {loss} at step {self.global_step}")
         return losses
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+    def log(self, losses: Mapping[str, torch.Tensor], values: Mapping[str, float]) -> None:
         """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = self.finite(losses) if self.updates > self.updates_before else {}
+        losses = self.finite(losses) if self.learned_at else {}
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -757,11 +756,10 @@ class Run(contextlib.AbstractContextManager):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
-        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed, "fps": fps, "peak_memory_bytes": peak}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episode_return": self.means()["episode_return"]}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
@@ -769,7 +767,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
-        if status == "finished" and self.updates == self.updates_before:
+        if status == "finished" and not self.learned_at:
             steps = self.global_step - self.first_step
             print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")

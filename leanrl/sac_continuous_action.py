@@ -70,7 +70,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, also module:Id; EnvPool's Atari (also with Ray), MiniGrid (with a memory)"""
+    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
     total_timesteps: Count = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
@@ -208,9 +208,9 @@ def mirrored(*shape: int, device: torch.device, dtype=torch.float32) -> tuple[to
 class ReplayRing:
     """The last transitions, on `device`, sampled uniformly with replacement; each observation is held once.
 
-    Transition n is row n % rows and names two slots, its observation's and the next one's. Slots are taken in turn, by
-    what begins an episode and by what is arrived at. A terminated transition names its own slot twice, as nothing is
-    bootstrapped from where it leads.
+    Transition n is row n % rows: its action, its reward, and two slots, of its observation and of the next one, which
+    is the following transition's observation unless an episode ends. Slots are taken in turn. A terminated transition
+    names its own slot twice, as nothing is bootstrapped from where it leads.
 
     The host stages transitions, `send` sends them in one copy, and `write` puts them in place. What `send`, `write`,
     `draw`, `pick` and `sample` work on are tensors of fixed address and shape: they can be a part of a captured step.
@@ -233,7 +233,7 @@ class ReplayRing:
         # Some environments declare bytes and give other numbers
         is_uint8 = space.dtype == np.uint8 and np.asarray(env.reset(seed=args.seed)[0]).dtype == np.uint8
         dtype = torch.uint8 if is_uint8 else torch.float32
-        self.fields = TensorDict(
+        self.storage = TensorDict(
             observation=torch.zeros(self.slots, observation_dim, dtype=dtype, device=device),
             slots=torch.zeros(self.rows, 2, dtype=torch.int32, device=device),
             action=torch.zeros(self.rows, *action_shape, device=device),
@@ -246,11 +246,12 @@ class ReplayRing:
         # slots, the oldest that may be drawn, and how many there are
         self.widths = [2 * observation_dim, math.prod(action_shape), 1, 5]
         self.staged, self.incoming = mirrored(most_staged, sum(self.widths), device=device)
+        self.host_rows = self.staged.numpy()
         observations, *columns, integers = [column.numpy() for column in self.staged.split(self.widths, 1)]
         self.columns = [*np.split(observations, 2, 1), *columns, integers.view(np.int32)[:, :3]]
         self.bounds = integers.view(np.int32)[:, 3:]
         self.sent = torch.get_device_module(device).Event()
-        self.nbytes = sum(field.nbytes for field in self.fields.values())
+        self.nbytes = sum(field.nbytes for field in self.storage.values())
         self.saved_nbytes = self.nbytes + self.incoming.nbytes + 4 * self.slots
 
     def add(self, observation, next_observation, action, reward, terminated, truncated) -> None:
@@ -276,9 +277,7 @@ class ReplayRing:
 
     def complete(self) -> None:
         """Completes the staged rows, with the last of them in place of those that are missing."""
-        if self.filled < len(self.staged):
-            for column in self.columns:
-                column[self.filled :] = column[self.filled - 1]
+        self.host_rows[self.filled :] = self.host_rows[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
         self.filled = 0
 
@@ -296,17 +295,14 @@ class ReplayRing:
         """Puts the rows that were sent into the ring; a second call changes nothing."""
         observations, action, reward, integers = self.incoming.split(self.widths, 1)
         row, slots = integers.view(torch.int32)[:, 0].long(), integers.view(torch.int32)[:, 1:3]
-        seen, actions = self.fields["observation"], self.fields["action"]
+        seen, actions = self.storage["observation"], self.storage["action"]
         seen[slots.flatten().long()] = observations.reshape(slots.numel(), -1).to(seen.dtype)
         actions[row] = action.view(-1, *actions.shape[1:])
-        self.fields["reward"][row] = reward.squeeze(1)
-        self.fields["slots"][row] = slots
+        self.storage["reward"][row] = reward.squeeze(1)
+        self.storage["slots"][row] = slots
 
     def draw(self, coming: int = 0) -> torch.Tensor:
-        """Ages, uniform over the ring as it will be when `coming` more transitions are in it; [batches, batch_size].
-
-        The newest transition's age is then 0.
-        """
+        """Ages, 0 for the newest, uniform over the ring when `coming` more are in it; [batches, batch_size]."""
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
         count = (newest + coming - oldest).clamp(1, self.capacity)
         return torch.randint(2**62, self.drawn.shape, device=self.device) % count
@@ -325,10 +321,11 @@ class ReplayRing:
     def gather(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
         """The transitions of these numbers; [B] -> tensors of [B, ...]."""
         row = number % self.rows
-        slots = self.fields["slots"][row].long()
-        observation, next_observation = self.fields["observation"][slots].float().unbind(1)
-        batch = {"observation": observation, "next_observation": next_observation, "action": self.fields["action"][row]}
-        return batch | {"reward": self.fields["reward"][row], "terminated": (slots[:, 0] == slots[:, 1]).float()}
+        slots = self.storage["slots"][row].long()
+        observation, next_observation = self.storage["observation"][slots].float().unbind(1)
+        batch = {"observation": observation, "next_observation": next_observation}
+        batch |= {name: self.storage[name][row] for name in ("action", "reward")}
+        return batch | {"terminated": (slots[:, 0] == slots[:, 1]).float()}
 
     def state_dict(self) -> dict:
         """What is in it, for a checkpoint."""
@@ -338,12 +335,12 @@ class ReplayRing:
         self.write()
         state = {name: getattr(self, name) for name in ("added", "oldest", "taken")}
         state |= {"owners": torch.tensor(self.owners, dtype=torch.int32), "incoming": self.incoming.cpu()}
-        ends = dict.fromkeys(self.fields.keys(), self.added) | {"observation": self.taken}
-        return state | {name: self.fields[name][:end].to("cpu", copy=True) for name, end in ends.items()}
+        ends = dict.fromkeys(self.storage.keys(), self.added) | {"observation": self.taken}
+        return state | {name: self.storage[name][:end].to("cpu", copy=True) for name, end in ends.items()}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Fills a new ring, of the same capacity or, if it was not full, a larger one; all episodes begin anew."""
-        for name, field in self.fields.items():
+        for name, field in self.storage.items():
             field[: len(state[name])] = state[name]
         for rows in (self.staged, self.incoming):
             rows.copy_(state["incoming"])
@@ -488,7 +485,7 @@ class SACAgent(nn.Module):
         """One update of everything that is due."""
         self.update_critics(targets_are_due)
         if policy_is_due:
-            for _ in range(self.args.policy_frequency):
+            for _ in range(self.args.policy_frequency):  # makes up for the steps in which it was not due
                 self.update_actor()
 
 
@@ -641,8 +638,8 @@ class Run(contextlib.AbstractContextManager):
     saved = ("global_step", "updates", "episodes", "recent", "warmup_seconds", "wall_seconds", "resumed_at", "ends")
 
     def __init__(self, args: Args, device: torch.device, agent: nn.Module, buffer: object = None):
-        self.args, self.device, self.window, self.stop, self.is_cut = args, device, None, None, False
-        self.closed = None
+        self.args, self.device, self.is_cut = args, device, False
+        self.learned_at = self.window = self.closed = self.stop = None
         self.global_step, self.updates, self.episodes, self.recent, self.resumed_at, self.ends = 0, 0, 0, [], [], []
         self.warmup_seconds, self.wall_seconds = 0.0, 0.0
         self.returns, self.lengths = collections.defaultdict(float), collections.defaultdict(int)  # by environment
@@ -658,8 +655,7 @@ class Run(contextlib.AbstractContextManager):
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.flags = [flag for flag in ("compile", "cudagraphs") if getattr(args, flag, False)]
         self.folder = self.make_folder() if args.resume is None else self.reopen_folder()
-        self.first_step, self.last_step, self.learned_at = self.global_step, self.global_step, None
-        self.updates_before = self.updates_seen = self.updates
+        self.first_step, self.last_step, self.updates_seen = self.global_step, self.global_step, self.updates
         self.last_log = (self.global_step, time.perf_counter())
         self.start = self.last_log[1] - self.wall_seconds
         if args.track:
@@ -692,9 +688,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -773,12 +767,12 @@ class Run(contextlib.AbstractContextManager):
         if lines:
             self.files[1].write("".join(lines))
 
-    def end_step(self, losses: Mapping[str, float | torch.Tensor], **values: float) -> None:
+    def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
         step, total, save_every = self.global_step, self.args.total_timesteps, self.args.save_every
         has_learned, self.updates_seen = self.updates > self.updates_seen, self.updates
-        if self.window is None and self.updates > self.updates_before:
-            self.learned_at = self.learned_at or step
+        self.learned_at = self.learned_at or (step if has_learned else None)
+        if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
             if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
@@ -795,17 +789,17 @@ class Run(contextlib.AbstractContextManager):
         if self.stop is not None:
             raise KeyboardInterrupt
 
-    def finite(self, losses: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    def finite(self, losses: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """The losses as numbers; ends the program if one is not finite."""
-        losses = {name: float(loss) for name, loss in losses.items()}
+        losses = dict(zip(losses, torch.stack([*losses.values()]).tolist(), strict=True))  # one wait for a GPU
         for name, loss in losses.items():
             if not math.isfinite(loss):
                 sys.exit(f"error: {name} is {loss} at step {self.global_step}")
         return losses
 
-    def log(self, losses: Mapping[str, float | torch.Tensor], values: Mapping[str, float]) -> None:
+    def log(self, losses: Mapping[str, torch.Tensor], values: Mapping[str, float]) -> None:
         """Writes a line of metrics, with losses once there are any; ends the program if one is not finite."""
-        losses = self.finite(losses) if self.updates > self.updates_before else {}
+        losses = self.finite(losses) if self.learned_at else {}
         (last_step, last_time), self.last_log = self.last_log, (self.global_step, time.perf_counter())
         fps = round((self.global_step - last_step) / (self.last_log[1] - last_time), 2)
         line = {"global_step": self.global_step, "wall_time": round(self.last_log[1] - self.start, 4), "fps": fps}
@@ -858,11 +852,10 @@ class Run(contextlib.AbstractContextManager):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
         summary = {**self.about, "variant": "+".join(self.flags) or "eager"}
-        summary |= {name: getattr(self.args, name) for name in ("env_id", "seed")}
+        summary |= {"env_id": self.args.env_id, "seed": self.args.seed, "fps": fps, "peak_memory_bytes": peak}
         summary |= {name: getattr(self, name) for name in ("global_step", "updates", "episodes", "resumed_at")}
-        summary |= {"episode_return": self.means()["episode_return"], "fps": fps}
         summary |= {"fps_window": [first_step, last_step], "warmup_seconds": round(self.warmup_seconds, 3)}
-        summary |= {"wall_seconds": round(end - self.start, 3), "peak_memory_bytes": peak}
+        summary |= {"wall_seconds": round(end - self.start, 3), "episode_return": self.means()["episode_return"]}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
         self.bar.close()
@@ -870,7 +863,7 @@ class Run(contextlib.AbstractContextManager):
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
-        if status == "finished" and self.updates == self.updates_before:
+        if status == "finished" and not self.learned_at:
             steps = self.global_step - self.first_step
             print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
         print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")

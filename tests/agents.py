@@ -274,7 +274,7 @@ def assert_all_that_happened_is_drawn_alike(launch, monkeypatch, script, agent_c
         def update_critics(self, *arguments):
             numbers = self.buffer.drawn[self.buffer.turn.item()]
             assert numbers.min() >= 0 and numbers.max() < min(self.end, self.buffer.added)
-            stored = self.buffer.fields["reward"][numbers % self.buffer.rows]
+            stored = self.buffer.storage["reward"][numbers % self.buffer.rows]
             assert torch.equal(stored, torch.tensor(rewards, dtype=torch.float32)[numbers]), "not stored yet"
             places.append((numbers.double() + 0.5) / self.end)
             oldest, newest = (part.sum().item() for part in (numbers < 3, numbers >= self.end - 3))

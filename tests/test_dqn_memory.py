@@ -167,13 +167,13 @@ def test_a_warm_up_leaves_a_restored_replay_alone(steps):
     before.play(steps)
     replay = after.agent.buffer
     replay.load_state_dict(before.agent.buffer.state_dict())
-    rows = {name: field.clone() for name, field in replay.fields.items()}
+    rows = {name: field.clone() for name, field in replay.storage.items()}
     for _ in range(3):
         after.agent.learn()
         after.agent.choose()
     newest, free = (steps - 1) % replay.rows, steps % replay.rows
-    assert not replay.fields["valid"][newest].any()
-    for name, field in replay.fields.items():
+    assert not replay.storage["valid"][newest].any()
+    for name, field in replay.storage.items():
         kept = [n for n in range(replay.rows) if n != free and not (n == newest and name in OUTCOME)]
         assert torch.equal(field[kept], rows[name][kept]), name
 
@@ -347,7 +347,7 @@ def test_burn_in_carries_the_state_and_no_loss(script, cell):
 @each_script
 def test_without_a_stored_state_slices_begin_at_zero(script):
     played = Played(script, start_state="zero", batch_size=20)
-    assert "state" not in played.agent.buffer.fields and not played.agent.zero_state.any()
+    assert "state" not in played.agent.buffer.storage and not played.agent.zero_state.any()
     played.play(40)
     with torch.no_grad():
         batch = played.agent.buffer.sample()
@@ -394,15 +394,15 @@ def test_compiled_choices_are_those_of_the_eager_step(cell):
     played, outcomes = Played("dqn_memory_torchcompile", cell=cell), []
     played.play(7)
     agent = played.agent
-    state, rows = agent.state.clone(), {name: field.clone() for name, field in agent.buffer.fields.items()}
+    state, rows = agent.state.clone(), {name: field.clone() for name, field in agent.buffer.storage.items()}
     for choose in (agent.choose, torch.compile(agent.choose, fullgraph=True, backend="aot_eager")):
         agent.state.copy_(state)
-        for name, field in agent.buffer.fields.items():
+        for name, field in agent.buffer.storage.items():
             field.copy_(rows[name])
         agent.buffer.newest.fill_(7)
         torch.manual_seed(3)
         choose()
-        outcomes.append([agent.action.clone(), agent.state.clone(), *map(torch.clone, agent.buffer.fields.values())])
+        outcomes.append([agent.action.clone(), agent.state.clone(), *map(torch.clone, agent.buffer.storage.values())])
     for ours, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(theirs, ours)
     assert cell == "none" or not torch.equal(agent.state, state)

@@ -328,14 +328,14 @@ def test_ring_memory_is_one_observation_a_transition():
     ring = ReplayRing(
         args_of(10_000, batch_size=128), fake_env(discrete=True, dtype=np.uint8, observation_dim=128), CPU
     )
-    assert ring.fields["observation"].dtype == torch.uint8
+    assert ring.storage["observation"].dtype == torch.uint8
     assert ring.nbytes < 10_000 * (128 + 4 + 4 + 8) * 1.015
 
 
 @pytest.mark.parametrize("reset_dtype, dtype", [(np.uint8, torch.uint8), (np.float64, torch.float32)])
 def test_bytes_are_kept_as_bytes_if_the_environment_really_returns_them(reset_dtype, dtype):
     ring = ReplayRing(args_of(20), fake_env(dtype=np.uint8, reset_dtype=reset_dtype), CPU)
-    assert ring.fields["observation"].dtype == dtype
+    assert ring.storage["observation"].dtype == dtype
 
 
 @pytest.mark.parametrize("algorithm", ["sac_continuous_action", "td3_continuous_action", "dqn"])
