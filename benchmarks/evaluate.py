@@ -6,9 +6,10 @@
     python benchmarks/evaluate.py RUN --episodes 0 --export policy.pt2     a program that needs nothing but torch
 
 An agent acts as its checkpoint.pt has it, without exploration and with frozen normalisation, on the CPU. Episodes begin
-with seeds of their own, the same for every run; a return is the environment's own. An Atari game is played whole, with
-its own score; each life begins as in training, for an agent has not learned to press FIRE there. An agent with a memory
-keeps it for an episode; it is neither filmed, nor exported, nor compiled. An episode becomes a line of RUN/eval.jsonl:
+with seeds of their own, the same for every run (of which an agent with a memory makes others); a return is the
+environment's own. An Atari game is played whole, with its own score; each life begins as in training, for an agent has
+not learned to press FIRE there. An agent with a memory keeps it for an episode; it is neither filmed, nor exported, nor
+compiled. What does not end in a million steps is an error. An episode becomes a line of RUN/eval.jsonl:
 `env_id`, `trained_on`, `global_step` of the checkpoint, `seed`, `return`, `length`, `terminated`. --video needs
 requirements/requirements-video.txt.
 """
@@ -151,9 +152,10 @@ class ActorPolicy(nn.Module):
 
 
 class MemoryPolicy(nn.Module):
-    """The action of the highest value, the most probable one, or the mean one, clipped to the bounds; [B] or [B, A].
+    """The action of the highest value, the most probable one, or the policy's mean; [B] or [B, A].
 
-    Takes consecutive inputs of an agent with a memory, [B, inputs], the last of which says whether an episode begins.
+    A mean is in units of half the space's range, which `Remembered` takes. Takes consecutive inputs of an agent with a
+    memory, [B, inputs], the last of which says whether an episode begins.
     """
 
     def __init__(self, network: nn.Module, space: gym.Space, parts: Mapping):
@@ -162,9 +164,7 @@ class MemoryPolicy(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output, *_, self.state = self.network(inputs, self.state)
-        if isinstance(self.space, gym.spaces.Discrete):
-            return output.argmax(1)
-        return output.clamp(torch.as_tensor(self.space.low), torch.as_tensor(self.space.high))
+        return output.argmax(1) if isinstance(self.space, gym.spaces.Discrete) else output
 
 
 POLICIES = {  # algorithm: what makes its network, the agent's name for that, and the policy that it makes
@@ -241,6 +241,7 @@ class Remembered(gym.Env):
         return self.envs.inputs[0], {}
 
     def step(self, action: int | np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """A continuous action is in units of half the space's range, from its middle; it is clipped to the bounds."""
         step = self.envs.step(np.asarray([action]))
         return self.envs.inputs[0], *(step[name][0] for name in ("reward", "terminated", "truncated")), {}
 
@@ -292,6 +293,13 @@ def draw_without_display() -> None:
     os.environ["MUJOCO_GL"] = "disabled"  # else a process without it could not even import mujoco
 
 
+def picture(env: gym.Env):
+    """What the environment shows, as a PIL.Image in colours."""
+    from PIL import Image
+
+    return Image.fromarray(np.asarray(env.render(), np.uint8)).convert("RGB")
+
+
 def make_env(
     module: ModuleType, env_id: str, with_pictures: bool, config: Mapping | None = None
 ) -> tuple[str, gym.Env]:
@@ -319,7 +327,7 @@ def make_env(
                 camera = mujoco.mj_name2id(env.unwrapped.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
                 env.unwrapped.mujoco_renderer.camera_id = camera  # -1, the default one, if there is none that follows
             env.reset(seed=0)
-            np.asarray(env.render(), np.uint8).reshape(-1, 3)
+            picture(env)
         except Exception as error:  # what a missing display raises is each renderer's own
             hint = "MuJoCo needs the library libegl1 or libosmesa6, the classic tasks need pygame"
             fail(f"--video: {env_id} can't be drawn here; {hint} ({first_line(error)})")
@@ -374,6 +382,12 @@ def memory_of(folder: Path, checkpoint: dict, args: Args) -> dict:
     return {name: checkpoint["args"][name] for name in ("cell", "hidden_size", "hide_velocities")}
 
 
+def kind_of(env: gym.Env) -> tuple:
+    """What an agent's environments have in common: what it sees, and its actions."""
+    space = (env.envs if isinstance(env, Remembered) else env).observation_space
+    return f"{space.shape} {space.dtype}" if isinstance(space, gym.spaces.Box) else space, env.action_space
+
+
 def load_agent(folder: Path, args: Args) -> Agent:
     """The agent of a run folder; ends the program with exit status 2 if it can't act in what `args` ask for."""
     checkpoint = read_checkpoint(folder)
@@ -394,33 +408,41 @@ def load_agent(folder: Path, args: Args) -> Agent:
         fail(f"{folder}: its checkpoint.pt does not fit {checkpoint['script']}.py on {trained_on} ({error!r:.100})")
     if args.env_id is not None:
         old, (env_id, env) = env, make_env(module, args.env_id, args.video, config)
-        kinds = [(each.observation_space.shape, each.observation_space.dtype, each.action_space) for each in (old, env)]
+        kinds = kind_of(old), kind_of(env)
         if kinds[0] != kinds[1]:
-            spaces = [f"{shape} {dtype} observations and {actions}" for shape, dtype, actions in kinds]
+            spaces = [f"{observations} observations and {actions}" for observations, actions in kinds]
             fail(f"--env-id {args.env_id}: has {spaces[1]}, where {folder} was trained on {spaces[0]}")
+    space, seen = env.observation_space, np.asarray(env.reset(seed=args.seed)[0]).dtype
+    if not np.can_cast(seen, space.dtype, "same_kind"):  # some return floats where their space says integers
+        env.observation_space = gym.spaces.Box(-np.inf, np.inf, space.shape, seen)
     returns = [episode_return for episode_return, _ in checkpoint["run"]["recent"]]
     training_return = statistics.fmean(returns) if returns else None
     return Agent(folder, trained_on, env_id, checkpoint["run"]["global_step"], training_return, env, policy)
 
 
 # ---- Episodes ----
+LONGEST_EPISODE = 1_000_000  # steps; a policy may run in circles where there is no time limit
+
+
 @contextlib.contextmanager
 def film(path: Path, env: gym.Env) -> Iterator[Callable[[str], None]]:
     """Gives a function that adds the environment's picture, with a text on it, to an MP4, at the end `path`."""
     import imageio_ffmpeg
     from PIL import Image, ImageDraw, ImageFont
 
-    beside, writer, font = path.with_stem(f"{path.stem}.new"), None, ImageFont.load_default(size=18)
+    beside, writer, size = path.with_stem(f"{path.stem}.new"), None, None
+    font = ImageFont.load_default(size=18)
 
     def add(text: str) -> None:
-        nonlocal writer
-        image = Image.fromarray(env.render())
+        nonlocal writer, size
+        image = picture(env)
         scale = -(-400 // image.height)  # Atari's are small
-        image = image.resize((image.width * scale // 2 * 2, image.height * scale // 2 * 2), Image.Resampling.NEAREST)
+        size = size or (image.width * scale // 2 * 2, image.height * scale // 2 * 2)  # a film has one, of its first
+        image = image.resize(size, Image.Resampling.NEAREST)
         ImageDraw.Draw(image).text((8, 6), text, fill="white", font=font, stroke_width=2, stroke_fill="black")
         if writer is None:
-            fps = env.metadata.get("render_fps", 30)
-            writer = imageio_ffmpeg.write_frames(beside, image.size, fps=fps, macro_block_size=2)
+            fps = env.metadata.get("render_fps") or 30
+            writer = imageio_ffmpeg.write_frames(beside, size, fps=fps, macro_block_size=2)
             writer.send(None)
         writer.send(image.tobytes())
 
@@ -442,6 +464,8 @@ def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float]
     total, length, terminated, truncated = 0.0, 0, False, False
     watch(length, total)
     while not (terminated or truncated):
+        if length == LONGEST_EPISODE:
+            fail(f"an episode has not ended in {length:,} steps: --env-id takes a variant with max_episode_steps")
         observation = np.asarray(observation)
         if np.can_cast(observation.dtype, dtype, "same_kind"):  # some return floats where their space says integers
             observation = observation.astype(dtype)
@@ -490,14 +514,18 @@ HEADER = ["run", "environment", "step", "episodes"]
 HEADER += ["mean", "interquartile mean", "95 % interval of the mean", "in training"]
 
 
+def figure(value: float | None) -> str:
+    """A return with one decimal where that is enough, else with four digits."""
+    return show(value, 1) if value is None or 100 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
 def table_row(agent: Agent, episodes: Sequence[dict]) -> list[str]:
     returns = [episode["return"] for episode in episodes]
     task = agent.env_id + f" (trained on {agent.trained_on})" * (agent.env_id != agent.trained_on)
-    interval = "{} to {}".format(*(show(end, 1) for end in bootstrap_interval(returns)))
+    interval = "{} to {}".format(*map(figure, bootstrap_interval(returns))) if len(returns) > 1 else "-"
     row = [agent.folder.resolve().name, task, f"{agent.global_step:,}", str(len(returns))]
-    figures = (statistics.fmean(returns), interquartile_mean(returns), agent.training_return)
-    mean, middle, training = (show(figure, 1) for figure in figures)
-    return [*row, mean, middle, interval, training]
+    mean, middle = figure(statistics.fmean(returns)), figure(interquartile_mean(returns))
+    return [*row, mean, middle, interval, figure(agent.training_return)]
 
 
 def times_as_fast(policy: Callable, compiled: Callable, observation: torch.Tensor) -> tuple[float, float, float]:
@@ -578,30 +606,42 @@ def main(args: Args) -> None:
     check_args(args)
     warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch.export about torch itself
     agents = [load_agent(folder, args) for folder in args.folders]  # all, before the first episode
+    for path in [agent.folder / "eval.jsonl" for agent in agents if args.episodes]:
+        is_new = not path.exists()
+        try:
+            open(path, "a").close()  # else it would fail after hours of episodes
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            fail(f"{path.parent}: {error}")
     if args.export is not None:
         export(agents[0].policy, agents[0].env.observation_space, args.export)
         print(f"policy of {agents[0].folder} at step {agents[0].global_step:,}: {args.export}", flush=True)
     rows, notes = [], []
-    for agent in agents if args.episodes else []:
-        policy, space = agent.policy, agent.env.observation_space
-        if args.compile:
-            policy = compiled(policy, space)
-            slow, fast, ratio = times_as_fast(agent.policy, policy, random_observations(space, 1))
-            times = f"{1e6 * fast:.0f} µs an action, {1e6 * slow:.0f} without"
-            notes.append(f"{agent.folder}: acts {ratio:.1f} times as fast compiled ({times})")
-        try:
-            rows.append(table_row(agent, evaluate(agent, policy, args)))
-        except OSError as error:
-            fail(f"{agent.folder}: {error}")
-        if args.video:
-            notes.append(f"video: {agent.folder / 'video.mp4'}")
-    if rows:
-        print_table([HEADER, *rows])
-    for note in notes:
-        print(note)
+    try:
+        for agent in agents if args.episodes else []:
+            policy, space = agent.policy, agent.env.observation_space
+            if args.compile:
+                policy = compiled(policy, space)
+                slow, fast, ratio = times_as_fast(agent.policy, policy, random_observations(space, 1))
+                times = f"{1e6 * fast:.0f} µs an action, {1e6 * slow:.0f} without"
+                notes.append(f"{agent.folder}: acts {ratio:.1f} times as fast compiled ({times})")
+            try:
+                rows.append(table_row(agent, evaluate(agent, policy, args)))
+            except OSError as error:
+                fail(f"{agent.folder}: {error}")
+            if args.video:
+                notes.append(f"video: {agent.folder / 'video.mp4'}")
+    finally:  # also what came before an error
+        if rows:
+            print_table([HEADER, *rows])
+        for note in notes:
+            print(note)
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(ValueError):
+        sys.path.remove(str(Path(__file__).resolve().parent))  # a module:Id may have the name of a program here
     try:
         main(command_line(Args, __doc__))
     except KeyboardInterrupt:

@@ -86,6 +86,40 @@ class Drawn(Seeded):
         return np.zeros((401, 641, 3), np.uint8)
 
 
+class Sees(gym.Env):
+    """Shows elements of a space; episodes of 3 steps, or of more."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, space, length=3):
+        self.observation_space, self.length = space, length
+
+    def reset(self, *, seed=None, options=None):
+        self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.observation_space.sample(), float(action), self.t == self.length, False, {}
+
+
+class DeclaresIntegers(Seeded):
+    """Says that it shows integers, and shows float64."""
+
+    def __init__(self, discrete=False):
+        super().__init__(discrete)
+        self.observation_space = gym.spaces.Box(-9, 9, (3,), np.int64)
+
+
+for name, space in (
+    ("Many", gym.spaces.MultiDiscrete([2, 3])),
+    ("Others", gym.spaces.MultiDiscrete([3, 2])),
+    ("Numbers", gym.spaces.Box(-1, 1, (5,))),
+):
+    gym.register(f"Sees{name}-v0", Sees, kwargs={"space": space})
+gym.register("SeesManyLonger-v0", Sees, kwargs={"space": gym.spaces.MultiDiscrete([2, 3]), "length": 5})
+gym.register("DeclaresIntegers-v0", DeclaresIntegers)
 for kind, is_discrete in (("Continuous", False), ("Discrete", True)):
     gym.register(f"Lucky{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "chancy": True})
     for name, worth in (("Seeded", 1.0), ("Generous", 2.0), ("Hopeless", float("nan"))):
@@ -224,6 +258,40 @@ def test_a_folder_that_can_not_be_written_to_says_so(folder_of, monkeypatch, cap
     assert caught.value.code == 2 and "Permission denied" in capsys.readouterr().err
 
 
+def test_what_was_played_before_an_error_is_told(folder_of, monkeypatch, capsys):
+    """A folder that can't be written to is seen before the first episode; what comes in mid-run costs no table."""
+    good, bad = folder_of(CONTINUOUS_PPO), folder_of(SAC)
+    (bad / "eval.jsonl").mkdir()
+    assert_refused(good.parent, capsys, [good, bad], "Is a directory")
+    (bad / "eval.jsonl").rmdir()
+    played = evaluate.play
+
+    def play(env, policy, *rest):
+        if isinstance(policy, evaluate.ScaledPolicy):
+            raise RuntimeError("the simulator is gone")
+        return played(env, policy, *rest)
+
+    monkeypatch.setattr(evaluate, "play", play)
+    with pytest.raises(RuntimeError):
+        run(good, bad, "--episodes", 3)
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.startswith(good.name) and len(lines_of(good)) == 3 and not (bad / "eval.jsonl").exists()
+
+
+def test_an_episode_without_an_end(folder_of, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(evaluate, "LONGEST_EPISODE", 6)
+    flags = [folder_of(SAC), "--episodes", 9]
+    assert_refused(tmp_path, capsys, flags, "an episode has not ended in 6 steps: --env-id takes a variant with")
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(None, "-"), (0.9712, "0.9712"), (1, "1"), (-21, "-21"), (1234.56, "1,234.6"), (-1e30, "-1e+30"), (1e-9, "1e-09")],
+)
+def test_figures_of_any_size(value, text):
+    assert evaluate.figure(value) == text
+
+
 def test_seeds_decide_and_lines_are_added(folder_of, capsys):
     """The same seed, the same episodes for every run; the table has a line a run, and what training ended with."""
     folders = [folder_of(SAC), folder_of(CONTINUOUS_PPO)]
@@ -233,7 +301,8 @@ def test_seeds_decide_and_lines_are_added(folder_of, capsys):
     for row, folder in zip(table[1:], folders):
         trained_return = json.loads((folder / "summary.json").read_text())["episode_return"]
         mean = np.mean([line["return"] for line in lines_of(folder)])
-        assert row.startswith(f"{folder.name} ") and row.endswith(f" {trained_return:,.1f}") and f" {mean:,.1f} " in row
+        assert row.startswith(f"{folder.name} ") and row.endswith(f" {evaluate.figure(trained_return)}")
+        assert f" {evaluate.figure(mean)} " in row
     run(folders[0], "--episodes", 3)
     run(folders[0], "--episodes", 3, "--seed", 2)
     lines = lines_of(folders[0])
@@ -340,19 +409,23 @@ def test_policy_remembers_as_the_agent_does(script, trained, folder_of):
     with torch.no_grad():
         outputs = ask(network, inputs, torch.zeros_like(agent.state[:1]))[0]
         actions = torch.stack([policy(row) for row in inputs])
-    is_discrete = isinstance(space, gym.spaces.Discrete)
-    expected = outputs.argmax(-1) if is_discrete else outputs.clamp(*map(torch.as_tensor, (space.low, space.high)))
+    expected = outputs.argmax(-1) if isinstance(space, gym.spaces.Discrete) else outputs
     assert outputs.std(0).max() > 1e-3
     torch.testing.assert_close(torch.stack(seen), outputs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(actions, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_memorys_mean_action_is_clipped_to_the_bounds():
-    cell = SimpleNamespace(initial_state=lambda batch: torch.zeros(batch, 1))
+def test_a_memorys_mean_action_is_in_units_of_half_the_range(monkeypatch):
+    """As training has it: the bounds of the second and third dimension have no room for [-1, 1]."""
+    module, means, taken = importlib.import_module("ppo_memory"), np.float32([[0.5, -0.4, 3]]), []
+    env = evaluate.Remembered(module, module.Args(env_id="SeededContinuous-v0", num_envs=1))
+    step = Seeded.step
+    monkeypatch.setattr(Seeded, "step", lambda env, action: taken.append(action.copy()) or step(env, action))
     network = torch.nn.Identity()
-    network.forward, network.cell = lambda x, state: (3 * x[:, :2], None, None, state), cell
-    policy = evaluate.MemoryPolicy(network, gym.spaces.Box(np.float32([-1, 0]), np.float32([2, 9])), {})
-    assert policy(torch.tensor([[-1.0, 0.5, 1.0], [1.0, -1.0, 0.0]])).tolist() == [[-1, 1.5], [2, 0]]
+    network.cell = SimpleNamespace(initial_state=lambda batch: torch.zeros(batch, 1))
+    network.forward = lambda x, state: (torch.from_numpy(means), None, None, state)
+    length = evaluate.play(env, evaluate.MemoryPolicy(network, env.action_space, {}), 3, lambda *_: None)["length"]
+    np.testing.assert_allclose(taken, [environments.in_range(means[0])] * length, rtol=1e-6)
 
 
 @pytest.mark.parametrize("flag", [("--video",), ("--export", "policy.pt2"), ("--compile",)])
@@ -373,6 +446,15 @@ def test_a_memory_that_learned_a_short_maze_is_scored_in_a_longer_one(launch, tm
     lines = lines_of(folder)
     assert [line["length"] for line in lines] == [31, 31] and {line["return"] for line in lines} <= {0.0, 1.0}
     assert "TMaze30-v0 (trained on benchmarks.tmaze:TMaze10-v0)" in capsys.readouterr().out
+
+
+def test_a_memory_acts_only_where_it_sees_the_same(launch, tmp_path, capsys):
+    """Also where as many inputs come out of another space."""
+    flags = ("--total-timesteps", 64, "--hidden-size", 8, "--num-steps", 4)
+    folder = launch("ppo_memory", *flags, env_id="SeesMany-v0").folder
+    run(folder, "--episodes", 1, "--env-id", "SeesManyLonger-v0")
+    for env_id, words in (("SeesOthers-v0", "MultiDiscrete([3 2])"), ("SeesNumbers-v0", "(5,) float32")):
+        assert_refused(tmp_path, capsys, [folder, "--env-id", env_id], f"--env-id {env_id}: has {words} observations")
 
 
 def test_normalisation_is_frozen(folder_of):
@@ -408,6 +490,26 @@ def test_compiled_policy_does_the_same(folder_of, monkeypatch, capsys):
     assert len(acted) == sum(line["length"] for line in lines[4:])
     assert [line["return"] for line in lines[4:]] == pytest.approx([line["return"] for line in lines[:4]], rel=1e-5)
     assert "acts 2.5 times as fast compiled (2 µs an action, 5 without)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--compile", "--export"])
+def test_programs_take_what_the_environment_shows(launch, tmp_path, monkeypatch, flag):
+    """Not what its space says; compiled code would take the bits of a float64 for those of an int64."""
+    flags = ("--total-timesteps", 64, "--num-steps", 32, "--num-envs", 2)
+    folder = launch(CONTINUOUS_PPO, *flags, env_id="DeclaresIntegers-v0").folder
+    run(folder, "--episodes", 3)
+    if flag == "--compile":
+        monkeypatch.setattr(evaluate, "times_as_fast", lambda policy, compiled, observation: (5e-6, 2e-6, 2.5))
+        run(folder, "--episodes", 3, "--compile")
+    else:
+        run(folder, "--episodes", 0, "--export", tmp_path / "policy.pt2")
+        policy = torch.export.load(tmp_path / "policy.pt2").module()
+        agent = evaluate.load_agent(folder, evaluate.Args(folders=()))
+        with open(folder / "eval.jsonl", "a") as file:
+            for line in lines_of(folder):
+                file.write(json.dumps(evaluate.play(agent.env, policy, line["seed"], lambda *_: None)) + "\n")
+    returns = [line["return"] for line in lines_of(folder)]
+    assert len(returns) == 6 and returns[3:] == pytest.approx(returns[:3], rel=1e-5)
 
 
 def test_how_much_faster():
@@ -491,6 +593,19 @@ def test_video_has_every_step_with_the_return(folder_of, undisplayed):
     assert all(abs(one - other).max() > 100 for one, other in itertools.pairwise(texts)), "the text does not change"
     assert frames[0][100:].max() < 30
     assert not list(folder.glob("*.new*"))
+
+
+@pytest.mark.parametrize("shape", [(37, 51, 4), (36, 51)])
+def test_pictures_of_other_colours_and_of_changing_size(folder_of, undisplayed, monkeypatch, shape):
+    pytest.importorskip("imageio_ffmpeg")
+    height, width, *channels = shape
+    shown = lambda env: np.full((height, width + env.steps, *channels), 255.0, np.float32)  # noqa: E731
+    monkeypatch.setattr(Drawn, "render", shown)
+    monkeypatch.setattr(Drawn, "metadata", {"render_modes": ["rgb_array"], "render_fps": None})
+    run(folder := folder_of(SAC), "--video", "--episodes", 2, "--env-id", "DrawnContinuous-v0")
+    frames = frames_of(folder / "video.mp4")
+    assert len(frames) == sum(line["length"] + 1 for line in lines_of(folder))
+    assert all(frame.mean() > 200 for frame in frames)
 
 
 def test_the_camera_follows_where_a_model_has_one_that_does(undisplayed, monkeypatch):
@@ -685,3 +800,9 @@ def test_as_a_program(launch, start):
     process = start(ROOT / "benchmarks" / "evaluate.py", "nowhere", cwd=folder.parent)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (2, "", "error: nowhere: there is no such folder\n")
+    # A module of the user's may have the name of one beside evaluate.py
+    (folder.parent / "cards.py").write_text("import gymnasium as gym\ngym.register('Mine-v0', 'cartpole_twin:make')\n")
+    (folder.parent / "cartpole_twin.py").write_text("import gymnasium as gym\nmake = lambda: gym.make('CartPole-v1')\n")
+    process = start(ROOT / "benchmarks" / "evaluate.py", folder.name, "--env-id", "cards:Mine-v0", cwd=folder.parent)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "cards:Mine-v0 (trained on CartPole-v1)" in out, err
