@@ -264,7 +264,8 @@ def summarise(runs: Sequence[Mapping], size: str) -> list[dict]:
             seconds = [run["compile_seconds"] for run in own if run["cache"] == cache]
             line[f"compile_seconds_{cache}"] = median(seconds, 2)
         for key in ("recompiles", "graph_breaks", "max_logit_difference"):
-            line[key] = max((run[key] for run in own if key in run), default=None)
+            values = [run[key] for run in own if key in run]
+            line[key] = np.max(values).item() if values else None  # Python's max would pass over a NaN
         lines.append(line)
     return lines
 

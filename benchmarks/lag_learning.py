@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from learning import RunArgs, run_all
+from learning import RunArgs, check_planned, run_all, runs_of
 from speed import RESULTS, command_line, fail, terminate_like_interrupt
 
 LAG = RESULTS / "lag"
@@ -54,10 +54,11 @@ def plan() -> list[dict]:
 
 def returns(results: Path) -> dict[tuple[str, bool, int], list[float]]:
     """The mean returns of the last 100 episodes by script, whether with V-trace, and lag; one a seed."""
-    found = {}
+    found, runs = {}, runs_of(plan())
     for path in sorted(results.glob("*.json")):
         try:
             result = json.loads(path.read_text())
+            check_planned(result, path, runs)
             key = (result["script"], result["arguments"]["vtrace"], result["arguments"]["forced_lag"])
             found.setdefault(key, []).append(result["return_last_100"])
         except (ValueError, LookupError, TypeError):

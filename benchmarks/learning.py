@@ -302,9 +302,20 @@ def collect_all(args: CollectArgs) -> None:
 
 
 # ---- Running ----
+def runs_of(plan: Sequence[dict]) -> set[str]:
+    """The names of a plan's results, without their seeds."""
+    return {job["name"].rpartition("__seed")[0] for job in jobs_of(plan)}
+
+
+def check_planned(result: dict, path: Path, runs: set[str]) -> None:
+    """Ends the program if a result, read from `path`, is not of these runs."""
+    if name_of(result).rpartition("__seed")[0] not in runs:
+        fail(f"--results {path.parent}: {path.name} is of another run than those of this program")
+
+
 def arguments_of(flags: Sequence[str]) -> dict[str, object]:
     """The arguments that flags like `--learning-starts 5000 --no-autotune` set."""
-    arguments = {}
+    arguments, flags = {}, [word for flag in flags for word in (flag.split("=", 1) if flag[:2] == "--" else [flag])]
     for flag, value in zip(flags, [*flags, "--"][1:], strict=True):
         if not flag.startswith("--"):
             continue

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from learning import RunArgs, run_all
+from learning import RunArgs, check_planned, run_all, runs_of
 from speed import RESULTS, check_plot, command_line, fail, terminate_like_interrupt
 
 MEMORY = RESULTS / "memory"
@@ -97,9 +97,10 @@ def returns(results: Path) -> dict[tuple[str, str], list[float]]:
     """The mean returns of the last 100 episodes by task and cell, one a seed."""
     marks = ("--hide-velocities", MORE_ENTROPY)  # flags in which tasks of one environment differ
     names = {(task.script, task.env_id, *(mark in task.flags for mark in marks)): name for name, task in TASKS.items()}
-    found, more = {}, float(MORE_ENTROPY.split()[1])
+    found, more, runs = {}, float(MORE_ENTROPY.split()[1]), runs_of(plan(Args()))
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text())
+        check_planned(result, path, runs)
         arguments = result["arguments"]
         flags = arguments["hide_velocities"], arguments.get("ent_coef") == more
         task = names[result["script"], arguments["env_id"], *flags]

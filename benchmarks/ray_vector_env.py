@@ -229,6 +229,15 @@ def check_actions(selected: np.ndarray, own: np.ndarray) -> np.ndarray:
     return selected.astype(own.dtype, casting="same_kind")
 
 
+def check_observation(observation: object, row: np.ndarray) -> None:
+    """Raises ValueError or TypeError if an observation is not of its space's shape, or its numbers of another kind."""
+    observation = np.asarray(observation)
+    if observation.shape != row.shape:
+        raise ValueError(f"an observation has shape {observation.shape}: must have {row.shape}")
+    if not np.can_cast(observation.dtype, row.dtype, "same_kind"):
+        raise TypeError(f"an observation is of {observation.dtype}: must be of {row.dtype}, or what can be cast to it")
+
+
 class Actor:
     """M environments in a process of its own, which reset in the step after an episode's end."""
 
@@ -256,7 +265,9 @@ class Actor:
         if given := [seeds[i] for i in chosen if seeds[i] is not None]:
             self.generator = np.random.default_rng([given[0], 1])  # another stream than that of the environment
         for i in chosen:
-            self.observations[i], infos[i] = self.envs[i].reset(seed=seeds[i], options=options)
+            observation, infos[i] = self.envs[i].reset(seed=seeds[i], options=options)
+            check_observation(observation, self.observations[i])  # NumPy would cast and broadcast it
+            self.observations[i] = observation
             self.over[i] = False
         return self.observations, infos
 

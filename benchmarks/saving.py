@@ -1,9 +1,10 @@
 """Measures what checkpoints cost: environment steps per second without `--save-every` and with it.
 
     python benchmarks/saving.py                       SAC with --compile, a checkpoint every 10,000 steps
-    python benchmarks/saving.py --save-every 100      a hundred times as many: a loss that stands out from the noise
+    python benchmarks/saving.py --save-every 100      a hundred times as many
 
-The two kinds of runs take turns; the loss is the median of those within the turns. Nothing else should run meanwhile.
+The two kinds of runs take turns, in every second turn in reverse order; the loss is the median of those within the
+turns. Nothing else should run meanwhile.
 """
 
 import signal
@@ -61,13 +62,13 @@ def main(args: Args) -> None:
     common = ["--compile", *lengths(script, 1_000, args.steps), *split_flags(args.flags)]
     losses = []
     for repeat in range(1, args.repeats + 1):
-        for saves in (False, True):
+        for saves in (False, True) if repeat % 2 else (True, False):
             flags = [*common, "--seed", str(repeat), *(["--save-every", str(args.save_every)] if saves else [])]
             run = {"repeat": repeat, "saves": saves} | run_script(f"{script}_torchcompile", flags, args.timeout)
             result["runs"].append(run)
             print(f"{run['command']}: {run['summary']['fps'] if run['status'] == 'finished' else run['reason']}")
-        fps = [run["summary"]["fps"] for run in finished(result["runs"], repeat=repeat)]
-        losses += [1 - fps[1] / fps[0]] if len(fps) == 2 else []
+        fps = {run["saves"]: run["summary"]["fps"] for run in finished(result["runs"], repeat=repeat)}
+        losses += [1 - fps[True] / fps[False]] if len(fps) == 2 else []
         result |= {"ended": now(), "losses": losses, "median_loss": statistics.median(losses) if losses else None}
         for each in finished(result["runs"]):
             result["versions"] |= each["summary"]["versions"]

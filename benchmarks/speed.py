@@ -37,7 +37,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -310,6 +310,7 @@ def script_of(script: str, variant: str) -> str:
     return {"eager": script, "jax": f"{script}_jax"}.get(variant, f"{script}_torchcompile")
 
 
+@lru_cache
 def defaults_of(script: str) -> dict[str, object]:
     """The defaults in the `Args` of leanrl/`script`.py, without running it."""
     nodes = ast.parse((SCRIPTS / f"{script}.py").read_text()).body

@@ -106,9 +106,9 @@ def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) ->
 
 
 def is_of_defaults(result: dict) -> bool:
-    """Whether a result of speed is of each script's usual number of environments and flags."""
+    """Whether a result of speed is of each script's usual task, number of environments and flags."""
     settings = result.get("settings", {})
-    return not settings.get("num_envs") and not settings.get("flags")
+    return not any(settings.get(name) for name in ("env_id", "num_envs", "flags"))
 
 
 def learning_results(results: Path) -> dict[tuple, list[dict]]:
@@ -240,8 +240,8 @@ def saving_table(results: Path) -> str:
         is_meant = partial(lambda steps, result: result["settings"]["save_every"] == steps, steps)
         for path, result in newest(results, "saving", is_meant):
             turns = range(1, result["settings"]["repeats"] + 1)
-            pairs = [[run["summary"]["fps"] for run in finished(result["runs"], repeat=n)] for n in turns]
-            pairs = [pair for pair in pairs if len(pair) == 2]
+            found = [{run["saves"]: run["summary"]["fps"] for run in finished(result["runs"], repeat=n)} for n in turns]
+            pairs = [(fps[False], fps[True]) for fps in found if len(fps) == 2]
             if not pairs:
                 continue
             without, saving = (statistics.median(fps) for fps in zip(*pairs))
@@ -249,7 +249,7 @@ def saving_table(results: Path) -> str:
             cells = [f"{100 * loss:.1f}%" for loss in (result["median_loss"], losses[0], losses[-1])]
             script = f"`{result['settings']['script']}_torchcompile --compile`"
             rows.append([script, f"{steps:,}", show(without, 0), show(saving, 0), *cells])
-            sources.append(f"Turns: {len(pairs)}. {footer(path, results, result)}")
+            sources.append(f"Turns: {len(pairs)}; loss: of the two runs of a turn. {footer(path, results, result)}")
     header = ["script", "steps between two", "steps/s without", "with", "loss, median", "least", "most"]
     table = markdown(header, rows, 1)
     return f"{table}\n\n{' '.join(sources)}" if rows else "No results yet: `python benchmarks/saving.py` makes them."

@@ -157,8 +157,17 @@ def test_the_plan_has_each_lag_with_and_without_v_trace():
 
 
 def write_result(folder, lag, vtrace, seed, value):
-    arguments = {"forced_lag": lag, "vtrace": vtrace}
-    about = {"script": "impala_ray_torchcompile", "device_name": "CPU", "threads": 1, "return_last_100": value}
+    arguments = {"forced_lag": lag, "vtrace": vtrace, "env_id": "CartPole-v1", "total_timesteps": 500_000, "seed": seed}
+    changed = {"forced_lag": lag} if lag else {}
+    changed |= {} if vtrace else {"vtrace": False}
+    about = {
+        "variant": "compile",
+        "changed": changed,
+        "script": "impala_ray_torchcompile",
+        "device_name": "CPU",
+        "threads": 1,
+        "return_last_100": value,
+    }
     about |= {"arguments": arguments, "versions": {"torch": "2.13.0", "python": "3.11"}}
     (folder / f"{lag}_{vtrace}_{seed}.json").write_text(json.dumps(about))
 
@@ -185,6 +194,11 @@ def test_table_and_plot_of_lags(tmp_path, capsys):
     with pytest.raises(SystemExit):
         lag_learning.main(lag_learning.Args(results=folder, plot=tmp_path / "nowhere" / "lag.png"))
     assert "lag.png: must be a file in a folder that can be written to (No such file" in capsys.readouterr().err
+    write_result(folder, 3, True, 1, 0.0)
+    with pytest.raises(SystemExit):
+        tables.lag_table(folder.parent)
+    assert "3_True_1.json is of another run than those of this program" in capsys.readouterr().err
+    (folder / "3_True_1.json").unlink()
     (folder / "other.json").write_text('{"script": "ppo", "arguments": {}}')
     with pytest.raises(SystemExit):
         lag_learning.main(lag_learning.Args(results=folder, plot=tmp_path / "lag.png"))

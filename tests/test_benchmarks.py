@@ -441,9 +441,9 @@ def test_runs_with_other_flags_are_not_in_the_table(results):
     unknown = made_up_run("dqn", "eager", 1, 6000.0) | {"gpu_use": None}
     usual = made_up_result("speed", [used, idle, unknown], gpu="A GPU") | {"settings": {"num_envs": None, "flags": ""}}
     (results / "speed_gpu.json").write_text(json.dumps(usual))
-    for name, changed in (("many", {"num_envs": 64}), ("flags", {"flags": "--tf32"})):
+    for changed in ({"num_envs": 64}, {"flags": "--tf32"}, {"env_id": "Acrobot-v1"}):
         other = made_up_result("speed", [made_up_run("dqn", "cudagraphs", 1, 7777.0)], "2027-01-01", gpu="A GPU")
-        (results / f"speed_{name}.json").write_text(json.dumps(other | {"settings": changed}))
+        (results / f"speed_{next(iter(changed))}.json").write_text(json.dumps(other | {"settings": changed}))
     text = tables.speed_table(results)
     table = tables.scripts_table(results)
     assert "7,777" not in text + table
@@ -661,6 +661,12 @@ def test_run_skips_what_has_a_result(results, capsys):
     ]
 
 
+def test_flags_may_have_their_values_behind_an_equals_sign():
+    for flags in ("--learning-rate=0.1 --no-autotune --env-id=a=b", "--learning-rate 0.1 --no-autotune --env-id a=b"):
+        expected = {"learning_rate": 0.1, "autotune": False, "env_id": "a=b"}
+        assert learning.arguments_of(flags.split()) == expected
+
+
 def test_a_planned_run_has_the_name_of_its_result():
     (job,) = learning.jobs_of(
         [{"script": "ppo", "flags": "--ent-coef 0 --num-envs 8", "env_id": "CartPole-v1", "steps": 1024, "seeds": [2]}]
@@ -713,7 +719,7 @@ def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "saving_cpu.json").read_text())
     assert result["losses"] == [0.5, 0.5] and result["median_loss"] == 0.5 and result["ended"]
     assert [("--save-every 70" in run["command"], run["repeat"]) for run in result["runs"]] == [
-        (False, 1), (True, 1), (False, 2), (True, 2)
+        (False, 1), (True, 1), (True, 2), (False, 2)
     ]  # fmt: skip
     assert all("--compile" in run["command"] for run in result["runs"])
     assert "loss: 50.00% (median of 2)" in capsys.readouterr().out

@@ -237,6 +237,37 @@ def test_what_environments_and_policies_write_to_is_not_what_is_recorded():
     assert np.isfinite(observations).all() and np.isfinite(actions).all()
 
 
+class Shows(gym.Env):
+    """Has a space, and shows what it is given."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, space, shown):
+        self.observation_space, self.shown = space, shown
+
+    def reset(self, *, seed=None, options=None):
+        return self.shown, {}
+
+
+@pytest.mark.parametrize(
+    "dtype, shown, error",
+    [
+        (np.int64, np.float64([0.7, 1.5, -2.9]), TypeError),
+        (np.uint8, np.int64([300, -1, 0]), TypeError),
+        (np.float32, np.float32(2), ValueError),
+        (np.float32, np.float32([1]), ValueError),
+        (np.float32, np.float64([1, 2, 3]), None),
+        (np.float32, [1, 2, 3], None),
+    ],
+)
+def test_observations_are_not_made_to_fit(dtype, shown, error):
+    actor = ray_vector_env.Actor()
+    actor.start([lambda: Shows(gym.spaces.Box(-9 if dtype != np.uint8 else 0, 9, (3,), dtype), shown)])
+    with pytest.raises(error, match="an observation ") if error else contextlib.nullcontext():
+        observations, _ = actor.reset([1], np.ones(1, bool), None)
+        np.testing.assert_array_equal(observations, [[1, 2, 3]])
+
+
 def test_a_policy_s_numbers_follow_the_seeds_of_the_environments_that_are_reset():
     actor, every, first = ray_vector_env.Actor(), np.ones(2, bool), np.array([True, False])
     actor.start([partial(gym.make, "CartPole-v1")] * 2)

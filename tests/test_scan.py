@@ -24,6 +24,12 @@ HAS_JAX = importlib.util.find_spec("jax") is not None
 LENGTH, BATCH, SIZE = 3, 2, 3
 
 
+@pytest.mark.parametrize("first, second", [(0.0, float("nan")), (float("nan"), 0.0)])
+def test_an_output_that_is_not_a_number_is_an_error(first, second):
+    reference = [torch.ones(2), torch.ones(2)]
+    assert not scan_arms.error_of([torch.ones(2) + first, torch.ones(2) + second], reference) < scan_arms.TOLERANCE
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """torch.compile traces and checks as ever, but leaves the graph to eager."""
