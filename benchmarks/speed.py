@@ -310,10 +310,14 @@ def script_of(script: str, variant: str) -> str:
     return {"eager": script, "jax": f"{script}_jax"}.get(variant, f"{script}_torchcompile")
 
 
-@lru_cache
 def defaults_of(script: str) -> dict[str, object]:
     """The defaults in the `Args` of leanrl/`script`.py, without running it."""
-    nodes = ast.parse((SCRIPTS / f"{script}.py").read_text()).body
+    return defaults_in(SCRIPTS / f"{script}.py")
+
+
+@lru_cache
+def defaults_in(path: Path) -> dict[str, object]:
+    nodes = ast.parse(path.read_text()).body
     fields = [f for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Args" for f in node.body]
     return {field.target.id: ast.literal_eval(field.value) for field in fields if isinstance(field, ast.AnnAssign)}
 
