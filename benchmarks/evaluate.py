@@ -6,10 +6,10 @@
     python benchmarks/evaluate.py RUN --episodes 0 --export policy.pt2     a program that needs nothing but torch
 
 An agent acts as its checkpoint.pt has it, without exploration and with frozen normalisation, on the CPU. Episodes begin
-with seeds of their own, the same for every run (of which an agent with a memory makes others); a return is the
-environment's own. An Atari game is played whole, with its own score; each life begins as in training, for an agent has
-not learned to press FIRE there. An agent with a memory keeps it for an episode; it is neither filmed, nor exported, nor
-compiled. What does not end in a million steps is an error. An episode becomes a line of RUN/eval.jsonl:
+with seeds of their own, the same for every run (for an agent with a memory they are derived from these); a return is
+the environment's own. An Atari game is played whole, with its own score; each life begins as in training, for an agent
+has not learned to press FIRE there. An agent with a memory keeps it for an episode; it is neither filmed, nor exported,
+nor compiled. An episode that has not ended after a million steps is an error. Each becomes a line of RUN/eval.jsonl:
 `env_id`, `trained_on`, `global_step` of the checkpoint, `seed`, `return`, `length`, `terminated`. --video needs
 requirements/requirements-video.txt.
 """
@@ -383,9 +383,16 @@ def memory_of(folder: Path, checkpoint: dict, args: Args) -> dict:
 
 
 def kind_of(env: gym.Env) -> tuple:
-    """What an agent's environments have in common: what it sees, and its actions."""
-    space = (env.envs if isinstance(env, Remembered) else env).observation_space
-    return f"{space.shape} {space.dtype}" if isinstance(space, gym.spaces.Box) else space, env.action_space
+    """What an agent's environments have in common: what it sees, of a Box shape and type alone, and its actions."""
+
+    def without_bounds(space: gym.Space) -> object:
+        if isinstance(space, gym.spaces.Dict):
+            return {name: without_bounds(part) for name, part in space.items()}
+        if isinstance(space, gym.spaces.Tuple):
+            return [without_bounds(part) for part in space]
+        return f"{space.shape} {space.dtype}" if isinstance(space, gym.spaces.Box) else space
+
+    return without_bounds((env.envs if isinstance(env, Remembered) else env).observation_space), env.action_space
 
 
 def load_agent(folder: Path, args: Args) -> Agent:
@@ -412,7 +419,7 @@ def load_agent(folder: Path, args: Args) -> Agent:
         if kinds[0] != kinds[1]:
             spaces = [f"{observations} observations and {actions}" for observations, actions in kinds]
             fail(f"--env-id {args.env_id}: has {spaces[1]}, where {folder} was trained on {spaces[0]}")
-    space, seen = env.observation_space, np.asarray(env.reset(seed=args.seed)[0]).dtype
+    space, seen = env.observation_space, np.asarray(env.reset(seed=0)[0]).dtype
     if not np.can_cast(seen, space.dtype, "same_kind"):  # some return floats where their space says integers
         env.observation_space = gym.spaces.Box(-np.inf, np.inf, space.shape, seen)
     returns = [episode_return for episode_return, _ in checkpoint["run"]["recent"]]
@@ -465,7 +472,9 @@ def play(env: gym.Env, policy: Callable, seed: int, watch: Callable[[int, float]
     watch(length, total)
     while not (terminated or truncated):
         if length == LONGEST_EPISODE:
-            fail(f"an episode has not ended in {length:,} steps: --env-id takes a variant with max_episode_steps")
+            fail(
+                f"an episode has not ended in {length:,} steps: register a variant with max_episode_steps for --env-id"
+            )
         observation = np.asarray(observation)
         if np.can_cast(observation.dtype, dtype, "same_kind"):  # some return floats where their space says integers
             observation = observation.astype(dtype)
@@ -515,7 +524,7 @@ HEADER += ["mean", "interquartile mean", "95 % interval of the mean", "in traini
 
 
 def figure(value: float | None) -> str:
-    """A return with one decimal where that is enough, else with four digits."""
+    """A return with one decimal from 100 to 10 million, else with four significant digits; "-" if there is none."""
     return show(value, 1) if value is None or 100 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
@@ -610,7 +619,7 @@ def main(args: Args) -> None:
         is_new = not path.exists()
         try:
             open(path, "a").close()  # else it would fail after hours of episodes
-            if is_new:
+            if is_new and not path.stat().st_size:  # another program may have written to it by now
                 path.unlink()
         except OSError as error:
             fail(f"{path.parent}: {error}")
@@ -641,7 +650,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(ValueError):
-        sys.path.remove(str(Path(__file__).resolve().parent))  # a module:Id may have the name of a program here
+        sys.path.remove(str(Path(__file__).resolve().parent))  # a module:Id may have the name of one here
     try:
         main(command_line(Args, __doc__))
     except KeyboardInterrupt:

@@ -310,7 +310,7 @@ def runs_of(plan: Sequence[dict]) -> set[str]:
 def check_planned(result: dict, path: Path, runs: set[str]) -> None:
     """Ends the program if a result, read from `path`, is not of these runs."""
     if name_of(result).rpartition("__seed")[0] not in runs:
-        fail(f"--results {path.parent}: {path.name} is of another run than those of this program")
+        fail(f"{path.parent}: {path.name} is of a run that is not in the plan of this folder's results")
 
 
 def arguments_of(flags: Sequence[str]) -> dict[str, object]:

@@ -266,7 +266,7 @@ class Actor:
             self.generator = np.random.default_rng([given[0], 1])  # another stream than that of the environment
         for i in chosen:
             observation, infos[i] = self.envs[i].reset(seed=seeds[i], options=options)
-            check_observation(observation, self.observations[i])  # NumPy would cast and broadcast it
+            check_observation(observation, self.observations[i])  # else cast to fit, as those of steps are, for speed
             self.observations[i] = observation
             self.over[i] = False
         return self.observations, infos

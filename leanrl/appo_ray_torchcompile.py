@@ -79,7 +79,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "CartPole-v1"
-    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
+    """id of the environment: Gymnasium's, module:Id; EnvPool's Atari (PPO, Ray) or MiniGrid (scripts with a memory)"""
     total_timesteps: Count = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 8
@@ -200,7 +200,7 @@ class GymEnvironments:
 
     def __init__(self, args: Args, seed: int, step: int):
         self.envs = make_environments(args)
-        self.action_type = self.envs[0].action_space.dtype
+        self.action_dtype = self.envs[0].action_space.dtype
         self.observation = np.stack(first_observations(self.envs, seed, step), dtype=np.float32)
         self.frames, self.valid = self.observation[None], np.ones(args.num_envs, bool)
 
@@ -210,7 +210,7 @@ class GymEnvironments:
 
     def step(self, action: np.ndarray) -> dict[str, np.ndarray]:
         """Takes a step; [N, ...] -> rewards and ends, and those of the episodes that are written down; [N] each."""
-        action = action.astype(self.action_type, copy=False)
+        action = action.astype(self.action_dtype, copy=False)
         reward, ends = np.zeros(len(action)), np.zeros((2, len(action)), bool)
         for i, env in enumerate(self.envs):
             if self.valid[i]:

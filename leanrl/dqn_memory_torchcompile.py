@@ -80,7 +80,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "benchmarks.tmaze:TMaze-v0"
-    """id of the environment: Gymnasium's or module:Id; in scripts for them EnvPool's Atari (also with Ray), MiniGrid"""
+    """id of the environment: Gymnasium's, module:Id; EnvPool's Atari (PPO, Ray) or MiniGrid (scripts with a memory)"""
     total_timesteps: Count = 500_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 16
@@ -207,8 +207,8 @@ def encoder(space: gym.Space) -> Callable:
     if not isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         raise NoCodeError(f"observations must be numbers, not {space}")
     sizes = np.atleast_1d(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec).flatten()
-    if sizes.sum(dtype=float) > 2**20:
-        raise NoCodeError(f"observations must be of fewer values, not {space}")
+    if sizes.sum(dtype=float) > 2**20:  # one-hot, each is an input of the network
+        raise NoCodeError(f"discrete observations must be of at most {2**20:,} values, not {space}")
     start, total, offsets = np.ravel(space.start), sizes.sum(), np.cumsum([0, *sizes[:-1]])
 
     def encode(batch) -> np.ndarray:

@@ -15,6 +15,7 @@ class Pool:
     """Steps environments one after another; what each one does is up to `begin` and `advance`."""
 
     def __init__(self, seeds, actions):
+        assert all(-(2**31) <= seed < 2**31 for seed in seeds), "EnvPool's seeds are of 32 bits, with a sign"
         self.seeds, self.action_space = seeds, gym.spaces.Discrete(actions)
         self.over, self.sent = [True] * len(seeds), deque()
 

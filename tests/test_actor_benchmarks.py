@@ -197,7 +197,7 @@ def test_table_and_plot_of_lags(tmp_path, capsys):
     write_result(folder, 3, True, 1, 0.0)
     with pytest.raises(SystemExit):
         tables.lag_table(folder.parent)
-    assert "3_True_1.json is of another run than those of this program" in capsys.readouterr().err
+    assert "3_True_1.json is of a run that is not in the plan" in capsys.readouterr().err
     (folder / "3_True_1.json").unlink()
     (folder / "other.json").write_text('{"script": "ppo", "arguments": {}}')
     with pytest.raises(SystemExit):

@@ -290,7 +290,7 @@ def fake_gpu(stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "ask", lambda _: PROBE | {"gpu": "A GPU"})
     text = SCRIPT.replace("folder.mkdir()", "folder.mkdir()\ntime.sleep(0.3)")
     for path in stand_in.iterdir():
-        path.write_text(text.replace('"wall_seconds"', '"fps_window": [0, 10], "wall_seconds"'))
+        path.write_text(text.replace('"wall_seconds"', '"fps_window": [0, 80], "wall_seconds"'))
 
 
 def visit(tmp_path, **changed) -> dict:

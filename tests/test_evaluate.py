@@ -112,7 +112,14 @@ class DeclaresIntegers(Seeded):
         self.observation_space = gym.spaces.Box(-9, 9, (3,), np.int64)
 
 
+def nested(high, size=2):
+    return gym.spaces.Dict({"a": gym.spaces.Tuple((gym.spaces.Box(-1, high, (size,)), gym.spaces.Discrete(5 - size)))})
+
+
 for name, space in (
+    ("Nested", nested(1)),
+    ("NestedWider", nested(2)),
+    ("NestedOther", nested(1, size=1)),
     ("Many", gym.spaces.MultiDiscrete([2, 3])),
     ("Others", gym.spaces.MultiDiscrete([3, 2])),
     ("Numbers", gym.spaces.Box(-1, 1, (5,))),
@@ -281,7 +288,7 @@ def test_what_was_played_before_an_error_is_told(folder_of, monkeypatch, capsys)
 def test_an_episode_without_an_end(folder_of, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(evaluate, "LONGEST_EPISODE", 6)
     flags = [folder_of(SAC), "--episodes", 9]
-    assert_refused(tmp_path, capsys, flags, "an episode has not ended in 6 steps: --env-id takes a variant with")
+    assert_refused(tmp_path, capsys, flags, "an episode has not ended in 6 steps: register a variant with")
 
 
 @pytest.mark.parametrize(
@@ -309,6 +316,11 @@ def test_seeds_decide_and_lines_are_added(folder_of, capsys):
     assert lines[:3] == lines[3:6] and len(lines) == 9
     assert [line["seed"] for line in lines[:3]] == [line["seed"] for line in lines_of(folders[1])]
     assert not {line["seed"] for line in lines[:3]} & {line["seed"] for line in lines[6:]}
+
+
+def test_the_largest_seed_of_a_game(folder_of):
+    run(folder := folder_of("ppo_atari_envpool"), "--episodes", 1, "--seed", 2**32 - 1)
+    assert len(lines_of(folder)) == 1
 
 
 def test_random_numbers_of_python_and_numpy_are_seeded_too(folder_of):
@@ -455,6 +467,11 @@ def test_a_memory_acts_only_where_it_sees_the_same(launch, tmp_path, capsys):
     run(folder, "--episodes", 1, "--env-id", "SeesManyLonger-v0")
     for env_id, words in (("SeesOthers-v0", "MultiDiscrete([3 2])"), ("SeesNumbers-v0", "(5,) float32")):
         assert_refused(tmp_path, capsys, [folder, "--env-id", env_id], f"--env-id {env_id}: has {words} observations")
+    folder = launch("ppo_memory", *flags, env_id="SeesNested-v0").folder
+    run(folder, "--episodes", 1, "--env-id", "SeesNestedWider-v0")
+    assert_refused(
+        tmp_path, capsys, [folder, "--env-id", "SeesNestedOther-v0"], "--env-id SeesNestedOther-v0: has {'a'"
+    )
 
 
 def test_normalisation_is_frozen(folder_of):

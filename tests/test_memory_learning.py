@@ -23,6 +23,7 @@ def a_result(task: str, cell: str, seed: int, reached: float) -> dict:
         arguments["ent_coef"] = 0.03 if "--ent-coef 0.03" in TASKS[task].flags else 0.01
     (job,) = learning.jobs_of(memory_learning.plan(memory_learning.Args((task,), (cell,), (seed,))))
     arguments["total_timesteps"] = TASKS[task].steps
+    # But for --env-id, --total-timesteps and --seed, which `jobs_of` adds
     changed = learning.changed_from_defaults(TASKS[task].script, learning.arguments_of(job["flags"][:-6]))
     versions = {"torch": "2.13.0", "python": "3.11.7"}
     about = {"device_name": "A Processor", "threads": 1, "versions": versions}
@@ -122,13 +123,13 @@ def test_tasks_of_one_environment_stay_apart(tmp_path):
 @pytest.mark.parametrize(
     "part, change", [("arguments", {"total_timesteps": 1000}), ("changed", {"learning_rate": 1.0})]
 )
-def test_a_run_of_another_kind_is_no_more_seed(results, capsys, part, change):
+def test_a_run_of_another_kind_does_not_count_as_a_seed(results, capsys, part, change):
     result = a_result("T-maze 10", "lru", 9, 0.0)
     (results / "memory" / "other.json").write_text(json.dumps(result | {part: result[part] | change}))
     with pytest.raises(SystemExit) as error:
         tables.memory_table(results)
     assert error.value.code == 2
-    assert "other.json is of another run than those of this program" in capsys.readouterr().err
+    assert "other.json is of a run that is not in the plan" in capsys.readouterr().err
 
 
 def test_the_picture(results, tmp_path, capsys):

@@ -180,8 +180,15 @@ def test_observations_are_encoded_as_gymnasium_flattens_them(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_has_no_code_is_an_error(name):
-    with pytest.raises(NoCodeError, match=r"observations must be (numbers|of fewer values), not"):
+    words = "of at most 1,048,576 values" if name.startswith("huge") else "numbers"
+    with pytest.raises(NoCodeError, match=f"observations must be {words}, not"):
         encoder(UNSEEN[name])
+
+
+def test_the_largest_discrete_observation():
+    assert encoder(gym.spaces.Discrete(2**20))(np.array([3])).shape == (1, 2**20)
+    with pytest.raises(NoCodeError):
+        encoder(gym.spaces.Discrete(2**20 + 1))
 
 
 @pytest.mark.parametrize(
@@ -391,8 +398,8 @@ REFUSED = {  # environments, and what is said of them
     "Shows-sequence-v0": "observations must be numbers, not Sequence",
     "Shows-graph-v0": "observations must be numbers, not Graph",
     "Shows-nested-text-v0": "observations must be numbers, not Text",
-    "Shows-huge-v0": "observations must be of fewer values, not Discrete",
-    "Shows-huge-grid-v0": "observations must be of fewer values, not MultiDiscrete",
+    "Shows-huge-v0": "discrete observations must be of at most 1,048,576 values, not Discrete",
+    "Shows-huge-grid-v0": "discrete observations must be of at most 1,048,576 values, not MultiDiscrete",
 }
 
 
