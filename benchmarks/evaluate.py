@@ -443,14 +443,14 @@ def film(path: Path, env: gym.Env) -> Iterator[Callable[[str], None]]:
     def add(text: str) -> None:
         nonlocal writer, size
         image = picture(env)
-        scale = -(-400 // image.height)  # Atari's are small
-        size = size or (image.width * scale // 2 * 2, image.height * scale // 2 * 2)  # a film has one, of its first
-        image = image.resize(size, Image.Resampling.NEAREST)
-        ImageDraw.Draw(image).text((8, 6), text, fill="white", font=font, stroke_width=2, stroke_fill="black")
-        if writer is None:
+        if writer is None:  # its size is the film's
+            scale = -(-400 // image.height)  # Atari's are small
+            size = image.width * scale // 2 * 2, image.height * scale // 2 * 2
             fps = env.metadata.get("render_fps") or 30
             writer = imageio_ffmpeg.write_frames(beside, size, fps=fps, macro_block_size=2)
             writer.send(None)
+        image = image.resize(size, Image.Resampling.NEAREST)
+        ImageDraw.Draw(image).text((8, 6), text, fill="white", font=font, stroke_width=2, stroke_fill="black")
         writer.send(image.tobytes())
 
     try:

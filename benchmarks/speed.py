@@ -315,7 +315,7 @@ def defaults_of(script: str) -> dict[str, object]:
     return defaults_in(SCRIPTS / f"{script}.py")
 
 
-@lru_cache
+@lru_cache  # a plan of learning.py's asks for the same script's with each run
 def defaults_in(path: Path) -> dict[str, object]:
     nodes = ast.parse(path.read_text()).body
     fields = [f for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Args" for f in node.body]

@@ -69,7 +69,7 @@ class Args:
     seed: Seed = 1
     """seed of every random number: environments, networks, exploration, replay"""
     env_id: str = "HalfCheetah-v4"
-    """id of the environment: Gymnasium's, module:Id; EnvPool's Atari (PPO, Ray) or MiniGrid (scripts with a memory)"""
+    """id of the environment: Gymnasium's, module:Id; EnvPool's Atari (ppo_atari_envpool, Ray), MiniGrid (memory)"""
     total_timesteps: Count = 1_000_000
     """length of the run, in environment steps summed over all environments"""
     num_envs: Count = 1
