@@ -286,6 +286,7 @@ class Actor:
         """
         over, generator, log, kind = self.over, self.generator, [], None
         envs, shape = list(enumerate(self.envs)), (len(self.envs), *self.envs[0].action_space.shape)
+        are_arrays = len(shape) > 1  # which an environment may write to; a number it can't, and copies of it cost much
         for own, observed, row in zip(actions, observations, observations[1:]):
             if policy is not None:
                 selected = policy(observed.copy(), generator)  # which is free to write to it, as an environment is
@@ -296,12 +297,12 @@ class Actor:
                     kind = selected.dtype
                 else:
                     own[...] = selected
-            for i, env in envs:
+            for (i, env), action in zip(envs, own.copy() if are_arrays else own):
                 if over[i]:
                     row[i], info = env.reset()
                     reward, terminated, truncated = 0.0, False, False
                 else:
-                    row[i], reward, terminated, truncated, info = env.step(own[i].copy())
+                    row[i], reward, terminated, truncated, info = env.step(action)
                 over[i] = terminated or truncated
                 log.append((reward, terminated, truncated))
                 if infos is not None:
