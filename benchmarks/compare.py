@@ -559,7 +559,7 @@ def main(args: Args) -> None:
             told = f"to tell what became slower, of {len(groups)} arms, takes {needed} --seeds"
             print(f"note: {told}, here are {len(set(args.seeds))}", file=sys.stderr)
     output = args.output or speed.result_path("compare", device, probe)
-    speed.check_output(output, "compare")
+    speed.check_output(output, "compare", goes_on=True)
     if output.exists():
         result = go_on_with(result, output)
     gpu = open_gpu() if device == "cuda" else None

@@ -89,7 +89,7 @@ class CompileArgs:
     cpu: tyro.conf.FlagCreatePairsOff[bool] = False
     """measure on the CPU also where there is a CUDA device"""
     repeats: int = 5
-    """fresh processes of each cell"""
+    """fresh processes of each cell, at least 5"""
     threads: int | None = None
     """threads of torch on the CPU; as many as torch chooses if not given"""
     quick: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -293,7 +293,7 @@ class Args:
     cpu: tyro.conf.FlagCreatePairsOff[bool] = False
     """measure on the CPU also where there is a CUDA device"""
     repeats: int = 5
-    """fresh processes of each tip"""
+    """fresh processes of each tip, at least 5"""
     seconds: float = 0.5
     """seconds of each snippet in a process"""
     timeout: float = 300.0

@@ -531,7 +531,7 @@ def figure(value: float | None) -> str:
 def table_row(agent: Agent, episodes: Sequence[dict]) -> list[str]:
     returns = [episode["return"] for episode in episodes]
     task = agent.env_id + f" (trained on {agent.trained_on})" * (agent.env_id != agent.trained_on)
-    interval = "{} to {}".format(*map(figure, bootstrap_interval(returns))) if len(returns) > 1 else "-"
+    interval = "{} to {}".format(*map(figure, bootstrap_interval(returns))) if len(returns) >= 5 else "-"
     row = [agent.folder.resolve().name, task, f"{agent.global_step:,}", str(len(returns))]
     mean, middle = figure(statistics.fmean(returns)), figure(interquartile_mean(returns))
     return [*row, mean, middle, interval, figure(agent.training_return)]

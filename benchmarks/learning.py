@@ -30,7 +30,7 @@ from typing import Annotated
 
 import tyro
 
-from speed import FLAGS, RESULTS, SCRIPTS, command_line, defaults_of, fail, stop, terminate_like_interrupt
+from speed import FLAGS, RESULTS, SCRIPTS, command_line, defaults_of, fail, split_flags, stop, terminate_like_interrupt
 
 LEARNING = RESULTS / "learning"
 SAC, TD3, PPO = "sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile", "ppo_torchcompile"
@@ -169,7 +169,7 @@ class CollectArgs:
     results: Path = LEARNING
     """folder of the results"""
     force: bool = False
-    """replace a result that was made with other arguments"""
+    """replace a result that was made by another run"""
 
 
 def make_folder(flag: str, folder: Path) -> None:
@@ -276,10 +276,11 @@ def name_of(result: dict) -> str:
 
 
 def write(result: dict, folder: Path, force: bool = False) -> Path:
-    """Writes a result; raises ValueError if one of the same name was made with other arguments."""
+    """Writes a result; raises ValueError if one of the same name is there of another run."""
     path = folder / name_of(result)
-    if path.exists() and not force and json.loads(path.read_text())["arguments"] != result["arguments"]:
-        raise ValueError(f"{path} is there already, from a run with other arguments (--force replaces it)")
+    old = json.loads(path.read_text()) if path.exists() and not force else result
+    if any(old.get(name) != result.get(name) for name in ("arguments", "episodes", "means")):
+        raise ValueError(f"{path} is there already, from another run (--force replaces it)")
     folder.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, separators=(",", ":")) + "\n")
@@ -339,7 +340,12 @@ def jobs_of(plan: Sequence[dict]) -> list[dict]:
             fail(f"--plan: {entry!r} must have " + ", ".join(f"{key} ({kind.__name__})" for key, kind in keys.items()))
         if not (SCRIPTS / f"{entry['script']}.py").is_file():
             fail(f"--plan: there is no script leanrl/{entry['script']}.py")
-        flags = shlex.split(entry["flags"])
+        is_whole = [type(n) is int for n in (entry["steps"], entry.get("stop_at", 1), *entry["seeds"])]
+        if not all(is_whole) or entry["steps"] < 1 or entry.get("stop_at", 1) < 1:
+            fail(f"--plan: {entry!r} must have whole numbers, and steps and stop_at above 0")
+        flags = split_flags(entry["flags"])
+        if taken := {"--seed", "--env-id", "--total-timesteps"} & {flag.partition("=")[0] for flag in flags}:
+            fail(f"--plan: {entry!r} must have {min(taken)} in a field of its own")
         switches = [flag for flag in ("--compile", "--cudagraphs") if flag in flags]
         variant = next((name for name, needed in FLAGS.items() if needed and needed == switches), "eager")
         changed = changed_from_defaults(entry["script"], arguments_of(flags))

@@ -7,7 +7,7 @@
 
 As in the issue, a step of an environment sleeps for a given duration and nothing learns, and each core has one
 environment: here an actor of benchmarks/ray_vector_env.py. Efficiency is SPS (steps/s of all actors) × duration /
-actors. A sleep ends late by some 30 to 60 µs, whatever Ray does: what it is late by is taken off the next one, up to
+actors. A sleep ends late by some 30 to 50 µs, whatever Ray does: what it is late by is taken off the next one, up to
 100 µs, and the rest, the wait for a core, counts against the efficiency; how long steps lasted and how late sleeps
 ended is recorded. Asleep, an actor needs no core, so that one machine can hold the actors of many cores; what it can't
 do is wake them all at once. A cell during which the cores were more than 90 % busy is marked as saturated. Every

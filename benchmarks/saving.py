@@ -55,6 +55,8 @@ def main(args: Args) -> None:
     for name in ("save_every", "steps", "repeats"):
         if getattr(args, name) <= 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+    if args.save_every >= args.steps:
+        fail(f"--save-every {args.save_every}: must be below --steps {args.steps}, or none is saved but the last")
     (script,), probe = find_scripts([args.script], "--script"), ask(PROBE)
     device = "cuda" if probe["gpu"] else "cpu"
     output, result = args.output or result_path("saving", device, probe), new_result("saving", args, probe, device)
@@ -75,7 +77,7 @@ def main(args: Args) -> None:
         save(result, output, [])
     if not losses:
         sys.exit(1)
-    print(f"loss: {result['median_loss']:.2%} (median of {len(losses)}); {output.name}")
+    print(f"loss: {result['median_loss']:.2%} (median of {len(losses)}); {output}")
 
 
 if __name__ == "__main__":

@@ -502,13 +502,15 @@ def read_result(flag: str, path: Path, kind: str) -> dict:
     fail(f"{flag} {path}: must be a result file of the kind {kind}")
 
 
-def check_output(path: Path, kind: str) -> None:
-    """Ends the program if no result of this kind can be written to `path`, or if that is there and is none."""
+def check_output(path: Path, kind: str, goes_on: bool = False) -> None:
+    """Ends the program if no result can be written to `path`, or if one is there, unless it `goes_on` with its kind."""
     found = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
     is_there = found == path.absolute()
     places = {found, found.parent} if is_there else {found}  # the file is replaced as a whole
     if is_there == found.is_dir() or not all(os.access(place, os.W_OK) for place in places):
         fail(f"--output {path}: must be a file that can be written")
+    if is_there and not goes_on:
+        fail(f"--output {path}: is there already")
     if is_there:
         read_result("--output", path, kind)
     try:

@@ -59,6 +59,17 @@ ALGORITHMS = {  # what leanrl/ holds, in the order of the table of scripts
 }
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000", "#7b3294", "#a6611a"]
 COLUMNS = 3  # of panels
+KEYS = ("kind", "command", "started", "device", "hardware", "versions", "runs")
+LEARNING_KEYS = (
+    "script",
+    "variant",
+    "arguments",
+    "changed",
+    "summary",
+    "return_last_20",
+    "return_last_100",
+    "versions",
+)
 SMOOTHING = 20  # episodes in a point of a learning curve
 
 
@@ -75,11 +86,15 @@ class Args:
 
 
 # ---- Reading results ----
-def load(path: Path) -> dict:
+def load(path: Path, *keys: str) -> dict:
+    """The result in a file; ends the program if it is none with these keys."""
     try:
-        return json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except ValueError as error:
         fail(f"{path}: not a JSON file ({error})")
+    if not isinstance(result, dict) or not {*keys} <= {*result}:
+        fail(f"{path}: not a result, which has {', '.join(keys)}")
+    return result
 
 
 def machine(result: dict) -> str:
@@ -95,7 +110,7 @@ def newest(results: Path, kind: str, is_meant: Callable[[dict], bool] = bool) ->
     Of speed and warm-up it is the newest for each script there: an older one keeps the runs that no newer one has.
     """
     found, covered = [], set()
-    loaded = [(path, load(path)) for path in sorted(results.glob(f"{kind}_*.json"))]
+    loaded = [(path, load(path, *KEYS)) for path in sorted(results.glob(f"{kind}_*.json"))]
     for path, result in sorted(loaded, key=lambda pair: pair[1]["started"], reverse=True):
         if is_meant(result):
             keys = [(machine(result), kind in ("speed", "warmup") and run["script"]) for run in result["runs"]]
@@ -115,7 +130,7 @@ def learning_results(results: Path) -> dict[tuple, list[dict]]:
     """The learning results by environment, script, variant with changed arguments, and steps; in each one a seed."""
     groups = {}
     for path in sorted((results / "learning").glob("*.json")):
-        result = load(path)
+        result = load(path, *LEARNING_KEYS)
         arguments = result["arguments"]
         changed = dict(result["changed"])
         times = changed.pop("resumed", 0)

@@ -223,17 +223,20 @@ def test_warmup_runs_once_cold_and_twice_warm(stand_in, tmp_path):
 def test_an_output_is_new_or_a_result_of_its_kind(tmp_path, capsys, monkeypatch):
     good, other = tmp_path / "good.json", tmp_path / "other.json"
     speed.save(speed.new_result("speed", speed.Args(), PROBE, "cpu"), good, [])
-    for path in (good, tmp_path / "new.json", tmp_path / "no" / "folder" / "yet.json"):
+    for path in (tmp_path / "new.json", tmp_path / "no" / "folder" / "yet.json"):
         speed.check_output(path, "speed")
     speed.save(json.loads(good.read_text()), path, [])  # and the folder is made
-    speed.check_output(path, "speed")
+    speed.check_output(path, "speed", goes_on=True)
+    with pytest.raises(SystemExit):
+        speed.check_output(path, "speed")
+    assert capsys.readouterr().err == f"error: --output {path}: is there already\n"
     refused = {tmp_path: "that can be written", good / "below.json": "that can be written", other: "of the kind speed"}
     refused[tmp_path / ("x" * 300) / "new.json"] = "that can be written (File name too long)"
     for text in ("", "[]", "{}", '{"kind": "speed"}', good.read_text().replace('"speed"', '"warmup"', 1)):
         other.write_text(text)
         for path, words in refused.items():
             with pytest.raises(SystemExit) as error:
-                speed.check_output(path, "speed")
+                speed.check_output(path, "speed", goes_on=True)
             message = capsys.readouterr().err
             assert error.value.code == 2 and f"--output {path}: must be a" in message and words in message
         assert other.read_text() == text
@@ -634,15 +637,32 @@ def test_collect_refuses_what_is_not_finished(tmp_path, results, capsys):
     assert list((results / "learning").iterdir()) == []
 
 
-def test_collect_does_not_replace_a_run_with_other_arguments(tmp_path, results, capsys):
+@pytest.mark.parametrize("is_of_other_arguments", [True, False])
+def test_collect_does_not_replace_another_run(tmp_path, results, capsys, is_of_other_arguments):
     first = made_up_run_folder(tmp_path / "first")
-    other = made_up_run_folder(tmp_path / "other", measure_burnin=7)
+    other = made_up_run_folder(tmp_path / "other", **{"measure_burnin": 7} if is_of_other_arguments else {})
+    if not is_of_other_arguments:
+        text = (other / "episodes.jsonl").read_text()
+        (other / "episodes.jsonl").write_text(text.replace('"return": 1', '"return": 2'))
+    common = {"results": results / "learning"}
     for folders in ((first,), (first,)):
-        learning.main(learning.CollectArgs(folders=folders, results=results / "learning"))
+        learning.main(learning.CollectArgs(folders=folders, **common))
+    (path,) = common["results"].iterdir()
+    text = path.read_text()
     with pytest.raises(SystemExit) as error:
-        learning.main(learning.CollectArgs(folders=(other,), results=results / "learning"))
-    assert error.value.code == 2 and "--force" in capsys.readouterr().err
-    learning.main(learning.CollectArgs(folders=(other,), results=results / "learning", force=True))
+        learning.main(learning.CollectArgs(folders=(other,), **common))
+    assert error.value.code == 2 and "--force" in capsys.readouterr().err and path.read_text() == text
+    learning.main(learning.CollectArgs(folders=(other,), **common, force=True))
+    assert path.read_text() != text
+
+
+@pytest.mark.parametrize("name", ["speed_bad.json", "learning/bad.json"])
+@pytest.mark.parametrize("text", ["{}", "[]", "3", "{"])
+def test_tables_name_a_file_that_is_no_result(results, capsys, name, text):
+    (results / name).write_text(text)
+    with pytest.raises(SystemExit) as error:
+        tables.scripts_table(results)
+    assert error.value.code == 2 and f"{results / name}: not a " in capsys.readouterr().err
 
 
 def test_run_skips_what_has_a_result(results, capsys):
@@ -665,6 +685,29 @@ def test_flags_may_have_their_values_behind_an_equals_sign():
     for flags in ("--learning-rate=0.1 --no-autotune --env-id=a=b", "--learning-rate 0.1 --no-autotune --env-id a=b"):
         expected = {"learning_rate": 0.1, "autotune": False, "env_id": "a=b"}
         assert learning.arguments_of(flags.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"flags": '"'}, "No closing quotation"),
+        ({"flags": "--seed 4"}, "must have --seed in a field of its own"),
+        ({"flags": "--env-id=Acrobot-v1"}, "must have --env-id in a field of its own"),
+        ({"steps": -5}, "steps and stop_at above 0"),
+        ({"seeds": ["a"]}, "must have whole numbers"),
+        ({"seeds": [True]}, "must have whole numbers"),
+        ({"stop_at": "x"}, "must have whole numbers"),
+        ({"stop_at": 0}, "steps and stop_at above 0"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_is_none(capsys, change, words):
+    entry = {"script": "dqn", "flags": "", "env_id": "CartPole-v1", "steps": 100, "seeds": [1], "stop_at": 50}
+    assert len(learning.jobs_of([entry])) == 1
+    with pytest.raises(SystemExit) as error:
+        learning.jobs_of([entry | change])
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and message.count("\n") == 1 and words in message
 
 
 def test_a_planned_run_has_the_name_of_its_result():
@@ -729,7 +772,8 @@ def test_what_saving_costs(stand_in, tmp_path, monkeypatch, capsys):
     (tmp_path / "notes.json").write_text("mine")
     with pytest.raises(SystemExit):
         saving.main(saving.Args(output=tmp_path / "notes.json"))
-    assert "must be a result file of the kind saving" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        saving.main(saving.Args(save_every=0))
-    assert "--save-every 0: must be above 0" in capsys.readouterr().err
+    assert "notes.json: is there already" in capsys.readouterr().err
+    for save_every, allowed in ((0, "must be above 0"), (500, "must be below --steps 500")):
+        with pytest.raises(SystemExit):
+            saving.main(saving.Args(save_every=save_every, steps=500))
+        assert f"--save-every {save_every}: {allowed}" in capsys.readouterr().err

@@ -453,7 +453,7 @@ def test_rllibs_options_work():
         ({"threads": 0}, "--threads 0: must be at least 1"),
         ({"seconds": 0.0}, "--seconds 0: must be above 0"),
         ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
-        ({"output": Path(__file__)}, "must be a result file of the kind compile_inference"),
+        ({"output": Path(__file__)}, "is there already"),
         ({"plot": Path("no", "folder.png")}, "--plot no/folder.png: must be a file in a folder that can be written to"),
         ({"result": Path("no.json")}, "--result no.json: must be a result file"),
         ({"result": Path(__file__)}, "must be a result file of the kind compile_inference"),

@@ -193,7 +193,7 @@ def test_a_measurement_from_end_to_end(tmp_path, monkeypatch, capsys):
         ({"seconds": 0.0}, "--seconds 0: must be above 0"),
         ({"tips": ()}, "--tips: must be followed by at least one tip"),
         ({"output": ROOT}, f"--output {ROOT}: must be a file that can be written"),
-        ({"output": Path(__file__)}, "must be a result file of the kind eager_tips"),
+        ({"output": Path(__file__)}, "is there already"),
     ],
 )
 def test_bad_input(arguments, message, capsys, monkeypatch):
