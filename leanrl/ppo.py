@@ -395,15 +395,20 @@ def stored_args() -> Args:
             _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
             print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
         raise
+    if folder is None:
+        return Args()
     try:
-        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
+        config = json.loads(Path(folder, "config.json").read_text())
         if config.get("script", Path(__file__).stem) != Path(__file__).stem:
             raise ValueError(f"it is of the script {config['script']}")
-        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
-        for name, value in vars(args).items():
-            kind = type(getattr(Args, name))
+        args = Args(**{field.name: config[field.name] for field in fields(Args) if field.name in config})
+        for field in fields(Args):
+            value, kind = getattr(args, field.name), getattr(field.type, "__origin__", field.type)
+            if kind is tuple and isinstance(value, list):  # JSON has no other
+                setattr(args, field.name, value := tuple(value))
+            kind = kind if isinstance(kind, type) else type(field.default)
             if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
-                raise ValueError(f"its config.json has {name} {value!r}")
+                raise ValueError(f"its config.json has {field.name} {value!r}")
         return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")

@@ -218,8 +218,18 @@ def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tens
 
 
 # ---- For compilation and capture ----
+class FusedLinear(nn.Linear):
+    """Compiled, adds its bias apart, as [None] keeps it: Inductor fuses that with what follows; addmm would copy it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight.mT)[None] + self.bias)[0] if torch.compiler.is_compiling() else super().forward(x)
+
+
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
+
+    Its buffers are no part of that: they stay the module's, the same with any vector.
+    """
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
@@ -227,11 +237,9 @@ class FlatModule:
         self.transposed = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
         parts = [p.mT if transposed else p for p, transposed in zip(module.parameters(), self.transposed, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
-        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
-            layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-            )
+        self.trained = [p.requires_grad for p in module.parameters()]
+        for layer in (m for m in module.modules() if type(m) is nn.Linear and m.bias is not None):
+            layer.__class__ = FusedLinear
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
@@ -240,7 +248,9 @@ class FlatModule:
         return [part.view(shape[::-1]).mT if transposed else part.view(shape) for part, shape, transposed in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
+        parts = zip(self.shapes, self.split(flat), self.trained, strict=True)
+        own = {name: part if is_trained else part.detach() for name, part, is_trained in parts}
+        return torch.func.functional_call(self.module, own, inputs)
 
 
 class Adam(nn.Module):
@@ -262,7 +272,7 @@ class Adam(nn.Module):
 
 
 def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
-    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
+    """Compiles and captures the steps by running them, then puts back random numbers and what is in `state_dict`."""
     started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
@@ -297,24 +307,34 @@ class CompiledPPOAgent(nn.Module):
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
+        probe = torch.linspace(-1, 1, args.num_envs * observation_dim, device=device).view(args.num_envs, -1)
+        computed, own = self.host_policy(probe.numpy(force=True), True), self.policy_and_value(self.network, probe)[0]
+        message = "`act` computes another network, in NumPy, than the module: change it, too"
+        torch.testing.assert_close(torch.from_numpy(computed), own.cpu(), rtol=1e-3, atol=1e-5, msg=message)
 
     def policy_and_value(self, network, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
         return self.module(network, observation)
 
-    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
-        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
-        if t == 0:  # bring a copy of the policy to the host, and draw noise for all steps
-            layers = [layer.numpy().T for layer in self.module.split(self.network.to("cpu", copy=True))]
-            layers = zip(layers[:6:2], layers[1:6:2], strict=True)  # the policy's; the critic's follow
+    def host_policy(self, observation: np.ndarray, is_new: bool) -> np.ndarray:
+        """Logits; [num_envs, observation_dim] -> [num_envs, actions]. In NumPy: no transfer and no compiled call."""
+        if is_new:  # bring a copy of the policy
+            parts = zip(self.module.shapes, self.module.split(self.network.to("cpu", copy=True)), strict=True)
+            layers = [part.numpy().T for name, part in parts if name.startswith("actor.")]
             # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
-            self.host_layers = [(weight, np.tile(bias, (self.args.num_envs, 1))) for weight, bias in layers]
-            self.noise = np.random.gumbel(size=(self.args.num_steps, *self.host_layers[-1][1].shape))
-        # A network this small acts on the host, in NumPy: no transfer and no compiled call for each step
+            layers[1::2] = [np.tile(bias, (self.args.num_envs, 1)) for bias in layers[1::2]]
+            self.host_layers = [*zip(layers[::2], layers[1::2], strict=True)]
         *hidden, (weight, bias) = self.host_layers
         for hidden_weight, hidden_bias in hidden:
             observation = np.tanh(observation.dot(hidden_weight) + hidden_bias)
-        action = (observation.dot(weight) + bias + self.noise[t]).argmax(1)  # Gumbel-max
+        return observation.dot(weight) + bias
+
+    def act(self, t: int, observation: np.ndarray) -> np.ndarray:
+        """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
+        logits = self.host_policy(observation, is_new=t == 0)
+        if t == 0:  # draw noise for all steps
+            self.noise = np.random.gumbel(size=(self.args.num_steps, *logits.shape))
+        action = (logits + self.noise[t]).argmax(1)  # Gumbel-max
         self.rollout.arrays["action"][t] = action
         return action.astype(self.action_dtype, copy=False)
 
@@ -399,7 +419,7 @@ def main(args: Args) -> None:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
-            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # what changes is in tensors
+            options |= {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # any number is a constant
             options |= {"cpp.use_decompose_tanh": True}  # written with exp, which vectorises: off by about 1e-7
             steps = [torch.compile(step, fullgraph=True, options=dict(options)) for step in steps]  # it pops the filter
         if args.cudagraphs:
@@ -482,15 +502,20 @@ def stored_args() -> Args:
             _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
             print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
         raise
+    if folder is None:
+        return Args()
     try:
-        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
+        config = json.loads(Path(folder, "config.json").read_text())
         if config.get("script", Path(__file__).stem) != Path(__file__).stem:
             raise ValueError(f"it is of the script {config['script']}")
-        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
-        for name, value in vars(args).items():
-            kind = type(getattr(Args, name))
+        args = Args(**{field.name: config[field.name] for field in fields(Args) if field.name in config})
+        for field in fields(Args):
+            value, kind = getattr(args, field.name), getattr(field.type, "__origin__", field.type)
+            if kind is tuple and isinstance(value, list):  # JSON has no other
+                setattr(args, field.name, value := tuple(value))
+            kind = kind if isinstance(kind, type) else type(field.default)
             if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
-                raise ValueError(f"its config.json has {name} {value!r}")
+                raise ValueError(f"its config.json has {field.name} {value!r}")
         return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")

@@ -359,8 +359,18 @@ class ReplayRing:
 
 
 # ---- For compilation and capture ----
+class FusedLinear(nn.Linear):
+    """Compiled, adds its bias apart, as [None] keeps it: Inductor fuses that with what follows; addmm would copy it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight.mT)[None] + self.bias)[0] if torch.compiler.is_compiling() else super().forward(x)
+
+
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor."""
+    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
+
+    Its buffers are no part of that: they stay the module's, the same with any vector.
+    """
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
@@ -368,11 +378,9 @@ class FlatModule:
         self.transposed = [p.ndim == 2 and p.shape[0] >= p.shape[1] for p in module.parameters()]
         parts = [p.mT if transposed else p for p, transposed in zip(module.parameters(), self.transposed, strict=True)]
         self.initial = torch.cat([part.flatten() for part in parts]).detach()  # the module's own parameters; [P]
-        # Inductor fuses a bias with what follows if it is added apart, as [None] keeps it; by addmm it would be copied
-        for layer in (m for m in module.modules() if isinstance(m, nn.Linear) and m.bias is not None):
-            layer.forward = lambda x, layer=layer, forward=layer.forward: (
-                ((x @ layer.weight.mT)[None] + layer.bias)[0] if torch.compiler.is_compiling() else forward(x)
-            )
+        self.trained = [p.requires_grad for p in module.parameters()]
+        for layer in (m for m in module.modules() if type(m) is nn.Linear and m.bias is not None):
+            layer.__class__ = FusedLinear
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The module's parameters, in their order, as views of `flat`, [P] or longer."""
@@ -381,7 +389,9 @@ class FlatModule:
         return [part.view(shape[::-1]).mT if transposed else part.view(shape) for part, shape, transposed in parts]
 
     def __call__(self, flat: torch.Tensor, *inputs: torch.Tensor):
-        return torch.func.functional_call(self.module, dict(zip(self.shapes, self.split(flat), strict=True)), inputs)
+        parts = zip(self.shapes, self.split(flat), self.trained, strict=True)
+        own = {name: part if is_trained else part.detach() for name, part, is_trained in parts}
+        return torch.func.functional_call(self.module, own, inputs)
 
 
 def use_onednn() -> None:
@@ -427,7 +437,7 @@ class Adam(nn.Module):
 
 
 def warm_up(steps: list, agent: nn.Module, run: "Run") -> None:
-    """Compiles and captures the steps by running them, then puts back the agent's `state_dict` and random numbers."""
+    """Compiles and captures the steps by running them, then puts back random numbers and what is in `state_dict`."""
     started, before = run.now(), {name: value.clone() for name, value in agent.state_dict().items()}
     devices = [run.device] if run.device.type == "cuda" else []
     # Inductor warns that TF32 is off, and of a softmax that it could have made faster
@@ -453,6 +463,8 @@ class CompiledSACAgent(nn.Module):
         self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim  # a range may be 0
         self.actor_module = FlatModule(GaussianActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
+        if [*twin.module.buffers()]:
+            raise NotImplementedError("critics with buffers, of which only the first's would be used")
         self.actor = nn.Buffer(self.actor_module.initial.to(device))
         critics = torch.stack([self.q_module.initial, twin.initial])
         # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere
@@ -608,7 +620,7 @@ def main(args: Args) -> None:
             torch.compiler.reset()  # forgets what earlier runs in this process have compiled
             options = {"fallback_random": True, "deterministic": args.torch_deterministic}  # eager's draws
             options |= {"cpp_wrapper": device.type == "cpu", "cpp.vec_isa_ok": True, "size_asserts": False}  # no checks
-            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # guards what changes
+            options |= {"guard_filter_fn": lambda guards: ["_due" in g.name for g in guards]}  # others are constant
             use_onednn()
             for name in ("choose", "update_critics", "update_actor"):  # with a copy, as it pops the filter
                 setattr(agent, name, torch.compile(getattr(agent, name), fullgraph=True, options=dict(options)))
@@ -694,15 +706,20 @@ def stored_args() -> Args:
             _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
             print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
         raise
+    if folder is None:
+        return Args()
     try:
-        config = json.loads(Path(folder, "config.json").read_text()) if folder is not None else {}
+        config = json.loads(Path(folder, "config.json").read_text())
         if config.get("script", Path(__file__).stem) != Path(__file__).stem:
             raise ValueError(f"it is of the script {config['script']}")
-        args = Args(**{field.name: config.get(field.name, field.default) for field in fields(Args)})
-        for name, value in vars(args).items():
-            kind = type(getattr(Args, name))
+        args = Args(**{field.name: config[field.name] for field in fields(Args) if field.name in config})
+        for field in fields(Args):
+            value, kind = getattr(args, field.name), getattr(field.type, "__origin__", field.type)
+            if kind is tuple and isinstance(value, list):  # JSON has no other
+                setattr(args, field.name, value := tuple(value))
+            kind = kind if isinstance(kind, type) else type(field.default)
             if not isinstance(value, {float: (float, int), type(None): object}.get(kind, kind)):
-                raise ValueError(f"its config.json has {name} {value!r}")
+                raise ValueError(f"its config.json has {field.name} {value!r}")
         return args
     except (OSError, ValueError, AttributeError) as error:
         fail("resume", folder, f"must be the folder of a run ({error})")

@@ -540,6 +540,27 @@ def test_another_scripts_run_is_refused_as_such(small_run, monkeypatch, capsys):
     assert caught.value.code == 2 and capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_arguments_of_ones_own_are_stored(small_run, tmp_path, monkeypatch, resumes):
+    dqn, folder = importlib.import_module("dqn"), Path(shutil.copytree(small_run, tmp_path / "run"))
+
+    @dataclasses.dataclass
+    class Args(dqn.Args):
+        beta: float = 0
+        sizes: tuple[int, ...] = (120, 84)
+        shares: list[float] = dataclasses.field(default_factory=lambda: [0.5])
+
+    monkeypatch.setattr(dqn, "Args", Args)
+    monkeypatch.setattr(sys, "argv", ["dqn.py", "--resume", str(folder)] if resumes else ["dqn.py"])
+    own = {"beta": 0.5, "sizes": (3, 4), "shares": [0.1, 0.9]}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | own))
+    stored = vars(dqn.stored_args())
+    assert {name: stored[name] for name in own} == (
+        own if resumes else {"beta": 0, "sizes": (120, 84), "shares": [0.5]}
+    )
+
+
 @pytest.mark.parametrize("change", [{"gamma": "abc"}, {"seed": 1.5}, {"env_id": 5}, {"batch_size": None}], ids=str)
 def test_a_config_with_another_kind_of_value_is_refused(small_run, tmp_path, monkeypatch, capsys, change):
     dqn, folder = importlib.import_module("dqn"), Path(shutil.copytree(small_run, tmp_path / "run"))

@@ -76,6 +76,12 @@ def test_acting_on_the_host_is_the_network():
     assert len(set(compiled.act(observation))) > 1
 
 
+def test_acting_on_the_host_refuses_another_network(monkeypatch):
+    monkeypatch.setattr(dqn_torchcompile.F, "relu", torch.tanh)
+    with pytest.raises(AssertionError, match="`act` computes another network"):
+        pair()
+
+
 def test_one_update_is_the_same_in_both_versions():
     eager, compiled, batch = pair()
     eager.update(batch)

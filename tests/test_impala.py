@@ -450,6 +450,24 @@ def test_files_say_what_the_environments_did(launch, script):
     assert all(losses <= set(line) for line in run.metrics) and run.metrics[-1]["approx_kl"] < 1e-5
 
 
+@pytest.mark.parametrize("script", ["impala_ray", "impala_ray_torchcompile"])
+def test_actors_take_a_networks_buffers(launch, monkeypatch, script):
+    module, scales = importlib.import_module(script), []
+
+    class ActorCritic(module.CategoricalActorCritic):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("scale", torch.tensor(float(len(scales) + 1)))
+            scales.append(self.scale)
+
+        def forward(self, observation):
+            return super().forward(self.scale * observation)
+
+    monkeypatch.setattr(module, "CategoricalActorCritic", ActorCritic)
+    assert launch(script, *small()).summary["updates"] > 0
+    assert len(scales) == 2 and scales[1] == scales[0] == 1
+
+
 def test_same_seed_same_run_and_both_versions_agree(launch):
     runs = [launch(script, *small("--seed", 7)) for script in ("impala_ray", "impala_ray", "impala_ray_torchcompile")]
     assert runs[0].episodes == runs[1].episodes == runs[2].episodes

@@ -1,5 +1,6 @@
 """PPO: its advantages, its loss and updates, eager and compiled, its normalisation, and what it learns on probes."""
 
+import copy
 import importlib
 import itertools
 
@@ -24,21 +25,23 @@ each_algorithm = pytest.mark.parametrize("algorithm", ["ppo", "ppo_continuous_ac
 each_script = pytest.mark.parametrize("script", CLASSES)
 
 
+def make_agent(script, **arguments):
+    """An agent for an environment whose actions, if they are continuous, have unlike bounds."""
+    module, is_eager = importlib.import_module(script), not script.endswith("_torchcompile")
+    env = gym.make("ToyContinuous-v0" if "continuous" in script else "ToyDiscrete-v0", disable_env_checker=True)
+    sizes = {"num_envs": 3, "num_steps": 16, "num_minibatches": 3, "update_epochs": 4}
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(is_eager):
+        return getattr(module, CLASSES[script])(module.Args(**sizes | arguments), env, CPU)
+
+
 def pair(algorithm, **arguments):
     """An eager and a compiled agent with equal networks and the same random rollout, in which the eager one has acted.
 
     The environment has actions of unlike bounds.
     """
-    made = []
-    for script in (algorithm, f"{algorithm}_torchcompile"):
-        module = importlib.import_module(script)
-        env = gym.make("ToyDiscrete-v0" if algorithm == "ppo" else "ToyContinuous-v0", disable_env_checker=True)
-        sizes = {"num_envs": 3, "num_steps": 16, "num_minibatches": 3, "update_epochs": 4}
-        args = module.Args(**sizes | arguments)
-        torch.manual_seed(0)
-        with torch.set_grad_enabled(script == algorithm):
-            made.append(getattr(module, CLASSES[script])(args, env, CPU))
-    eager, compiled = made
+    eager, compiled = (make_agent(script, **arguments) for script in (algorithm, f"{algorithm}_torchcompile"))
+    args = eager.args
     with torch.no_grad():
         for parameter in eager.network.parameters():  # far enough from the start for actions to differ in probability
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -286,6 +289,97 @@ def test_flat_module_is_the_module(bias):
     matrices = [part for part in flat_module.split(parameters) if part.ndim == 2]
     assert [part.shape for part in matrices] == [(4, 3), (2, 4)]
     assert [part.stride() for part in matrices] == [(1, 4), (4, 1)], "rows in memory are not a matrix's longer side"
+
+
+class Doubling(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.fixture(scope="module")
+def changed_module():
+    """A module with a frozen layer, and one of a class of one's own; and its gradient and values compiled."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4).requires_grad_(False), torch.nn.Tanh(), Doubling(4, 2))
+    flat_module, inputs = FlatModule(module), torch.randn(5, 3)
+
+    def loss(parameters):
+        values = flat_module(parameters, inputs)
+        return values.square().sum(), values
+
+    gradient, (_, values) = torch.compile(torch.func.grad_and_value(loss, has_aux=True))(flat_module.initial)
+    return module, flat_module, inputs, gradient, values
+
+
+def test_flat_module_leaves_frozen_parameters_alone(changed_module):
+    module, flat_module, inputs, gradient, _ = changed_module
+    module(inputs).square().sum().backward()
+    weight, bias, *trained = flat_module.split(gradient)
+    assert not weight.any() and not bias.any()
+    for part, parameter in zip(trained, list(module.parameters())[2:], strict=True):
+        torch.testing.assert_close(part, parameter.grad)
+
+
+def test_flat_module_leaves_other_layers_as_they_are(changed_module):
+    module, _, inputs, _, values = changed_module
+    torch.testing.assert_close(values, module(inputs))
+
+
+def test_a_copy_of_the_module_has_parameters_of_its_own(changed_module):
+    module, _, inputs, _, _ = changed_module
+    copied = copy.deepcopy(module)
+    for parameter in copied.parameters():
+        parameter.data.zero_()
+    assert module(inputs).all() and not copied(inputs).any()
+
+
+@pytest.fixture
+def agent_with(monkeypatch):
+    """agent_with(script, change): an agent whose network is what `change` makes of the script's own."""
+
+    def agent_with(script, change):
+        module = importlib.import_module(script)
+        name = "GaussianActorCritic" if "continuous" in script else "CategoricalActorCritic"
+        network = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *sizes: change(network(*sizes)))
+        return make_agent(script)
+
+    return agent_with
+
+
+@pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
+@pytest.mark.parametrize("layer, other", [(1, torch.nn.ReLU()), (3, torch.nn.SiLU()), (3, torch.nn.Dropout(0.1))])
+def test_acting_in_numpy_refuses_another_network(agent_with, script, layer, other):
+    """Else who has changed the module would train one policy and act with another."""
+
+    def change(network):
+        network.actor[layer] = other
+        return network
+
+    with pytest.raises(AssertionError, match="`act` computes another network"):
+        agent_with(script, change)
+
+
+def deeper(network):
+    hidden = torch.nn.Linear(64, 64), torch.nn.Tanh()
+    network.actor = torch.nn.Sequential(*network.actor[:4], *hidden, network.actor[4])
+    return network
+
+
+def wider_and_after_the_critic(network):
+    outputs = network.actor[4].out_features
+    del network.actor
+    network.actor = torch.nn.Sequential(torch.nn.Linear(4, 80), torch.nn.Tanh(), torch.nn.Linear(80, outputs))
+    assert list(network._modules) == ["critic", "actor"]
+    return network
+
+
+@pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
+@pytest.mark.parametrize("change", [deeper, wider_and_after_the_critic])
+def test_acting_in_numpy_takes_any_number_of_layers_wherever_they_stand(agent_with, script, change):
+    agent = agent_with(script, change)
+    observation = torch.randn(agent.args.num_envs, 4)
+    own = agent.policy_and_value(agent.network, observation)[0]
+    torch.testing.assert_close(torch.from_numpy(agent.host_policy(observation.numpy(), True)), own)
 
 
 @pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import operator
 from types import SimpleNamespace
 
@@ -24,6 +25,20 @@ SCRIPTS = [
 
 def pair(**arguments):
     return agents.pair("sac_continuous_action", "SACAgent", "CompiledSACAgent", NETWORKS, **arguments)
+
+
+@pytest.mark.parametrize("script", ["sac_continuous_action_torchcompile", "td3_continuous_action_torchcompile"])
+def test_critics_with_buffers_are_refused(launch, monkeypatch, script):
+    module = importlib.import_module(script)
+
+    class QNetwork(module.QNetwork):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("scale", torch.rand(()))
+
+    monkeypatch.setattr(module, "QNetwork", QNetwork)
+    with pytest.raises(NotImplementedError, match="critics with buffers"):
+        launch(script)
 
 
 def test_log_prob_matches_a_numerical_jacobian():
