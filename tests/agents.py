@@ -30,6 +30,13 @@ for bits in (32, 64):
     gym.register(f"Toy{bits}-v0", Toy, kwargs=BOUNDS | {"dtype": f"float{bits}"}, max_episode_steps=50)
 
 
+def norm_of_first_gradient(optimizer):
+    """The norm of the gradient by which the first step was taken, from Adam's first moment."""
+    states = getattr(optimizer, "state", None)
+    moments = [state["exp_avg"] for state in states.values()] if states else [optimizer.first_moment]
+    return 10 * torch.cat([moment.flatten() for moment in moments]).norm().item()
+
+
 def pair(script, eager_class, compiled_class, networks, env_id="ToyContinuous-v0", device=CPU, **arguments):
     """An eager and a compiled agent with equal networks; `networks` names the latter's flat vectors' attributes.
 

@@ -3,20 +3,25 @@
 import copy
 import functools
 import importlib
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
 import environments
+import test_impala
 from agents import assert_each_row_once_an_epoch, flat
 from conftest import read_run
+from pools import Counting
 from test_impala import CPU, oracle
 
 SCRIPTS = {"appo_ray": "APPOAgent", "appo_ray_torchcompile": "CompiledAPPOAgent"}
 KINDS = {"Discrete": 3, "Continuous": (3,)}
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
+RAY = [*test_impala.SCRIPTS, *SCRIPTS]
+each_ray_script = pytest.mark.parametrize("script", RAY)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -281,6 +286,17 @@ def test_actions_keep_the_bounds_of_their_dimension():
     assert (np.abs(played.fragments[0]["action"]) > 40).all()
 
 
+@each_script
+def test_what_is_far_away_is_clipped(script):
+    module = importlib.import_module(script)
+    normalizer = module.Normalizer(2)
+    assert normalizer(torch.tensor([[1e6, -1e6], [0.5, 9.5]])).tolist() == [[10, -10], [0.5, 9.5]]
+    agent = Played(script, "Continuous").agent
+    agent.batch.arrays["reward"][:] = 1e6
+    agent.scale_rewards()
+    assert (agent.batch.arrays["reward"] == 10).all()
+
+
 # ---- Runs in one process ----
 def small(*flags):
     sizes = ["--num-envs", 3, "--fragment-length", 8, "--batch-fragments", 2, "--num-minibatches", 2]
@@ -410,3 +426,88 @@ def test_resume_goes_on(launch, script):
     again = read_run(run.folder.parent)
     assert again.summary["resumed_at"] == [run.summary["global_step"]] and again.summary["global_step"] >= 400
     assert agents[0].observation_moments.count == pytest.approx(parts["observation_moments"]["count"] + 144, abs=50)
+
+
+@each_script
+def test_a_run_learns_from_what_is_normalised(launch, monkeypatch, script):
+    """By all that it has seen: observations up to the version before, rewards up to this batch."""
+    module, raw, checked = importlib.import_module(script), {"observation": [], "reward": []}, []
+    agent_class = getattr(module, SCRIPTS[script])
+
+    def noting_fill(agent, i, fragment, fill=agent_class.fill):
+        raw["observation"].append(fragment["observation"][1:].reshape(-1, 3))
+        raw["reward"].append(fragment["reward"])
+        fill(agent, i, fragment)
+
+    def checking_prepare(agent, prepare=agent_class.prepare):
+        normalizer = (agent.module.module if "compile" in script else agent.network)[0]
+        seen, deviation = np.concatenate(raw["observation"]), agent.return_moments.deviation().item()
+        if len(before := seen[: len(seen) * len(checked) // (len(checked) + 1)]):
+            np.testing.assert_allclose(normalizer.mean.numpy(), before.mean(0), rtol=1e-3, atol=1e-4)
+        expected = (np.concatenate(raw["reward"][-2:], 1) / deviation).clip(-10, 10)
+        np.testing.assert_allclose(agent.batch.arrays["reward"], expected, rtol=1e-4, atol=1e-6)
+        checked.append(deviation)
+        prepare(agent)
+
+    monkeypatch.setattr(agent_class, "fill", noting_fill)
+    monkeypatch.setattr(agent_class, "prepare", checking_prepare)
+    launch(script, *small(), env_id="CounterContinuous-v0")
+    assert len(checked) > 3 and abs(checked[-1] - 1) > 0.05
+
+
+@each_ray_script
+def test_the_learning_rate_falls_to_nearly_nothing(launch, monkeypatch, script):
+    """What the optimiser used, of the step at which each batch began."""
+    module, used = importlib.import_module(script), []
+    agent_class = next(value for name, value in vars(module).items() if name.endswith("Agent"))
+
+    def noting_update(agent, *rows, update=agent_class.update):
+        optimizer = agent.optimizer
+        used.append(optimizer.lr.item() if "compile" in script else optimizer.param_groups[0]["lr"])
+        update(agent, *rows)
+
+    monkeypatch.setattr(agent_class, "update", noting_update)
+    monkeypatch.setattr(module, "LOG_EVERY", 1)  # a line for each batch
+    flags = (small if script in SCRIPTS else test_impala.small)("--learning-rate", 0.01)
+    run = launch(script, *flags)
+    before = [0, *(line["global_step"] for line in run.metrics[:-1])]
+    expected = [0.01 * (1 - step / 300) for step in before for _ in range(len(used) // len(before))]
+    assert used == pytest.approx(expected) and used[-1] < 0.002
+
+
+@each_ray_script
+def test_scores_of_atari_are_the_games_own_and_rewards_their_signs(monkeypatch, script):
+    envpool, module, seen = pytest.importorskip("envpool"), importlib.import_module(script), []
+
+    class Stepped(Counting):
+        def step(self, action):
+            self.send(action)
+            seen.append(self.recv())
+            return seen[-1]
+
+    def make(env_id, env_type, num_envs, env_seed, episodic_life, reward_clip, **_):
+        assert episodic_life and reward_clip and len(env_seed) == num_envs
+        return Stepped(env_id, env_seed)
+
+    monkeypatch.setattr(envpool, "make", make)
+    envs = module.AtariEnvironments(module.Args(num_envs=3), 0, 0)
+    for _ in range(40):
+        step = envs.step(np.ones(3))
+        _, reward, *_, info = seen[-1]
+        assert (step["reward"] == reward).all() and (step["score"] == info["reward"]).all()
+        assert (step["over"] == info["terminated"]).all()
+    assert max(abs(info["reward"])) > 1 >= max(abs(reward))
+
+
+@each_ray_script
+def test_no_two_lives_of_actors_share_a_seed(script):
+    module, drawn = importlib.import_module(script), []
+    args = module.Args(cuda=False, env_id="CounterDiscrete-v0", num_envs=1)
+    name = "make_network" if "impala" in script else "make_actor_critic"
+    build = lambda: getattr(module, name)((3,), 3)  # noqa: E731
+    for who in itertools.product(range(2), repeat=3):  # number, incarnation, step
+        environments.Counter.forget()
+        actor = module.Actor(args, module.GymEnvironments, build, module.act_discrete)
+        actor.start(*who)
+        drawn.append((environments.Counter.made[0].seed, actor.rng.random()))
+    assert all(len({*each}) == 8 for each in zip(*drawn))

@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -418,6 +419,48 @@ def test_actions_are_sampled_from_the_policy(script):
     of_actions = logits.log_softmax(1)[0][kept["action"].long()]
     torch.testing.assert_close(kept["log_prob"], of_actions, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(kept["value"], value.expand(4, 200), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, *(name + end for name in ("impala_ray", "appo_ray") for end in ("", "_torchcompile"))]
+)
+def test_the_network_of_atari_is_that_of_mnih_et_al(script):
+    network = importlib.import_module(script).AtariActorCritic(4)
+    layers = [(type(layer).__name__, *getattr(layer, "weight", torch.zeros(0)).shape) for layer in network.trunk]
+    relu = ("ReLU", 0)
+    expected = [("Conv2d", 32, 4, 8, 8), relu, ("Conv2d", 64, 32, 4, 4), relu, ("Conv2d", 64, 64, 3, 3), relu]
+    assert layers == [*expected, ("Flatten", 0), ("Linear", 512, 3136), relu]
+    assert [layer.stride[0] for layer in network.trunk[:6:2]] == [4, 2, 1]
+    image = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
+    torch.testing.assert_close(network(image)[1], network.critic(network.trunk(image / 255)).squeeze(1))
+
+
+@each_script
+def test_emulators_end_episodes_with_a_life_and_clip_rewards(monkeypatch, script):
+    """Whatever the game: those that tests play pay 1 at most."""
+    module, made = importlib.import_module(script), []
+    monkeypatch.setattr(module.envpool, "make", lambda env_id, **options: made.append(options))
+    module.make_pool("Pong-v5", [3, 9])
+    options = {"env_type": "gymnasium", "num_envs": 2, "env_seed": [3, 9]}
+    assert made == [options | {"episodic_life": True, "reward_clip": True}]
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_adv": False}, {"clip_vloss": False}])
+@each_script
+def test_the_loss_of_valid_rows_is_that_of_ppo(script, options):
+    """Which is checked against APPO's; of a policy that has moved, with ratios and values on both sides of the clip."""
+    names = ("log_prob", "value", "advantage", "return", "observation", "action")
+    batch = {name: 0.3 * torch.randn(64) for name in names} | {"valid": torch.ones(64)}
+    evaluated = (batch["log_prob"] + 0.3 * torch.randn(64), torch.rand(64), batch["value"] + 0.3 * torch.randn(64))
+    module, ppo = importlib.import_module(script), importlib.import_module("ppo")
+    shared = {"clip_coef": 0.2, "ent_coef": 0.02, "vf_coef": 0.7, "norm_adv": True, "clip_vloss": True} | options
+    agent = SimpleNamespace(args=SimpleNamespace(**shared), clip_coef=torch.tensor(0.2), evaluate=lambda *_: evaluated)
+    loss, logged = getattr(module, CLASSES[script]).ppo_loss(agent, None, batch)
+    expected, theirs = ppo.PPOAgent.ppo_loss(agent, None, batch)
+    assert 0 < logged["clip_fraction"] < 1
+    torch.testing.assert_close(loss, expected)
+    for name in theirs:
+        torch.testing.assert_close(logged[name], theirs[name])
 
 
 # ---- Compiled runs ----

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import random
 import resource
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
@@ -179,15 +181,32 @@ def test_other_seeds_than_before(copied, stopped):
 
 @few_scripts
 def test_lines_past_the_checkpoint_are_cut(copied, tmp_path):
-    """Such as a killed run leaves: some whole, the last one not."""
+    """Such as a killed run leaves: some whole, the last one not; more than the resumed run writes in their place."""
     script, folder = copied
     longer = Path(shutil.copytree(folder, tmp_path / "longer"))
     for name in ("metrics", "episodes"):
         with open(longer / f"{name}.jsonl", "a") as file:
-            file.write('{"global_step": 111, "return": 1.0}\n{"global_step": 120}\n{"global_step": 1')
+            file.write(
+                '{"global_step": 111, "return": 1.0}\n' + 10_000 * '{"global_step": 120}\n' + '{"global_step": 1'
+            )
     resume(script, folder)
     resume(script, longer)
     assert untimed(folder) == untimed(longer)
+
+
+@few_scripts
+def test_random_numbers_go_on_where_they_were(copied, monkeypatch):
+    script, folder = copied
+    module, seen = importlib.import_module(script), []
+
+    def noting(*arguments, begin=module.first_observations):
+        seen.extend([random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()])
+        return begin(*arguments)
+
+    monkeypatch.setattr(module, "first_observations", noting)
+    python, (_, keys, *_), of_torch = torch.load(folder / "checkpoint.pt", weights_only=True)["random"]
+    resume(script, folder)
+    assert_equal(seen, [python, keys, of_torch])
 
 
 @pytest.mark.parametrize("name", ["metrics", "episodes"])

@@ -359,6 +359,17 @@ def test_without_a_stored_state_slices_begin_at_zero(script):
 
 
 # ---- Update ----
+@each_script
+@pytest.mark.parametrize("limit", [1e-3, 1e6])
+def test_the_gradient_is_clipped(script, limit):
+    played = Played(script, batch_size=20, max_grad_norm=limit)
+    played.play(45)
+    with torch.set_grad_enabled("compile" not in script):
+        played.agent.learn()
+    norm = agents.norm_of_first_gradient(played.agent.optimizer)
+    assert norm == pytest.approx(limit, rel=1e-2) if limit < 1 else 2e-3 < norm < limit
+
+
 @pytest.mark.parametrize("cell, backend", [*((cell, "aot_eager") for cell in CELLS), ("mingru", "inductor")])
 def test_compiled_updates_are_those_of_the_eager_version(cell, backend):
     """From the same replay and the same random numbers; one full graph."""

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import environments
-from agents import flat
+from agents import flat, norm_of_first_gradient
 from conftest import check_shared_memory, read_run, shared_memory
 
 SCRIPTS = {"impala_ray": "IMPALAAgent", "impala_ray_torchcompile": "CompiledIMPALAAgent"}
@@ -385,6 +385,16 @@ def test_frames_make_the_stacks_that_envpool_shows():
         stacks = batch.arrays["observation"][rows, np.arange(3)[:, None]]
         np.testing.assert_array_equal(stacks, [*seen[250 * version :], actor.envs.observation])
     assert fragment["is_new"].sum() >= 1 and (~fragment["valid"]).sum() > fragment["is_new"].sum()
+
+
+@each_script
+@pytest.mark.parametrize("limit", [1e-3, 1e6])
+def test_the_gradient_is_clipped(script, limit):
+    agent = Played(script, max_grad_norm=limit).agent
+    with torch.set_grad_enabled("compile" not in script):
+        agent.update()
+    norm = norm_of_first_gradient(agent.optimizer)
+    assert norm == pytest.approx(limit, rel=1e-2) if limit < 1 else 2e-3 < norm < limit
 
 
 # ---- Runs in one process ----

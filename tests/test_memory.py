@@ -431,3 +431,21 @@ def test_a_step_of_adam_leaves_the_longest_memories(name, sign):
             parameter.add_(sign * ppo_memory.Args.learning_rate)
     before, after = time_constants
     assert before.max() > 300 and ((after / before).log().abs() < 0.01).all()
+
+
+@pytest.mark.parametrize("name", ["s5", "lru"])
+def test_coefficients_are_those_of_the_papers(name):
+    torch.manual_seed(0)
+    x, cell = torch.randn(7, 6), CELLS[name](6)
+    decay, driven = (torch.complex(*part.chunk(2, -1)) for part in cell.coefficients(x))
+    inputs = torch.complex(*cell.input(x).chunk(2, -1))
+    if name == "s5":  # the zero-order hold, eq. 6
+        eigenvalue = torch.complex(-cell.log_decay.exp(), cell.frequency)
+        expected = (eigenvalue * cell.log_step.exp()).exp()
+        inputs = (expected - 1) / eigenvalue * inputs
+    else:
+        modulus = 0.999 * (-cell.log_decay.exp()).exp()
+        expected = torch.polar(modulus, cell.phase)
+        inputs = (1 - modulus**2).sqrt() * inputs
+    torch.testing.assert_close(decay, expected)
+    torch.testing.assert_close(driven, inputs, rtol=1e-4, atol=1e-5)

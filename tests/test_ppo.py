@@ -10,6 +10,7 @@ import pytest
 import torch
 from gymnasium.wrappers.utils import RunningMeanStd
 
+import environments
 import probes
 from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat
 from ppo_continuous_action import RunningMoments
@@ -429,6 +430,15 @@ def test_what_a_rollout_holds_is_normalised(monkeypatch, script, launch):
     ends = (rollout["terminated"] + rollout["truncated"])[:, 0] > 0
     assert ends.sum() == len(run.episodes) > 5
 
+    key, episode, step, seen = run.made[0].key, 0, 0, [environments.observation_of(run.made[0].key, 0, 0)]
+    for is_end in ends:
+        step += 1
+        seen.append(environments.observation_of(key, episode, step))
+        if is_end:
+            episode, step = episode + 1, 0
+            seen.append(environments.observation_of(key, episode, 0))
+    np.testing.assert_array_equal(np.concatenate(observations), seen)
+
     moments, normalised = RunningMeanStd(shape=(3,)), []
     for row in observations:  # the first reset, then each step's, and after an end the next reset's
         moments.update(row)
@@ -449,6 +459,21 @@ def test_what_a_rollout_holds_is_normalised(monkeypatch, script, launch):
         scaled = np.clip(rewards[t] / np.sqrt(moments.var + 1e-8), -10, 10)
         assert rollout["reward"][t] == pytest.approx(scaled, rel=1e-4)
         discounted = discounted * (not ends[t])
+
+
+def test_observations_far_away_are_clipped():
+    for agent in pair("ppo_continuous_action", num_envs=1):
+        for row in np.random.default_rng(0).normal(size=(1000, 1, 4)):
+            agent.normalize(row)
+        assert (agent.normalize(np.full((1, 4), 1e6)) == 10).all()
+        assert (agent.normalize(np.full((1, 4), -1e9)) == -10).all()
+
+
+def test_only_an_environment_whose_episode_ends_forgets_its_return():
+    for agent in pair("ppo_continuous_action", gamma=0.5):
+        agent.scale_rewards([1.0, 2.0, 3.0], [])
+        agent.scale_rewards([1.0, 2.0, 3.0], [1])
+        assert agent.returns == [1.5, 0.0, 4.5]
 
 
 # ---- Probes ----

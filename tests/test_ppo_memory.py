@@ -21,7 +21,16 @@ import dqn_memory
 import ppo_memory
 import ppo_memory_torchcompile
 import probes  # noqa: F401 - registers them
-from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
+from agents import (
+    CPU,
+    as_on_a_gpu,
+    assert_each_row_once_an_epoch,
+    assert_same,
+    compile_as_main_does,
+    flat,
+    flattened,
+    norm_of_first_gradient,
+)
 from environments import Counter, ending_of, in_range, length_of, observation_of, reward_of
 from ppo_memory import CELLS, Environments, NoCodeError, encoder
 from test_checkpoints import assert_equal, resume, untimed
@@ -817,6 +826,19 @@ def test_a_rollout_of_resets_alone_leaves_the_scale_of_returns(script):
 
 
 # ---- Updates ----
+@each_script
+@pytest.mark.parametrize("limit", [1e-3, 1e6])
+def test_the_gradient_is_clipped(script, limit):
+    eager, compiled, envs = pair(max_grad_norm=limit)
+    agent = eager if script == "ppo_memory" else compiled
+    prepare(agent, envs)
+    agent.minibatch.copy_(torch.arange(len(agent.minibatch)))
+    with torch.set_grad_enabled(agent is eager):
+        agent.learn()
+    norm = norm_of_first_gradient(agent.optimizer)
+    assert norm == pytest.approx(limit, rel=1e-2) if limit < 1 else 2e-3 < norm < limit
+
+
 def assert_same_phase(eager, compiled, envs):
     """All epochs and minibatches of an update phase leave the same parameters and report the same of every epoch."""
     args = eager.args

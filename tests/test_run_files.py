@@ -457,6 +457,15 @@ def test_a_second_signal_before_the_summary_is_begun(launch, second):
     assert run.summary["status"] == "interrupted" and run.error.code == 130
 
 
+def test_the_mean_is_of_a_hundred_episodes_and_no_more():
+    module = importlib.import_module("dqn")
+    run = SimpleNamespace(global_step=0, recent=[], episodes=0, files=[None, SimpleNamespace(write=len)])
+    run.returns, run.lengths = {0: 0.0}, {0: 0}
+    for n in range(150):
+        module.Run.step(run, [n], [True], [False])
+    assert [total for total, _ in run.recent] == list(range(50, 150))
+
+
 # ---- In processes of their own ----
 def wait_for_learning(process, folder):
     """Returns once the run has written a line of metrics with a loss."""

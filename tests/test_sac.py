@@ -41,6 +41,16 @@ def test_critics_with_buffers_are_refused(launch, monkeypatch, script):
         launch(script)
 
 
+@pytest.mark.parametrize("script", ["sac_continuous_action", "td3_continuous_action"])
+@pytest.mark.parametrize("version", ["", "_torchcompile"])
+def test_a_critic_has_two_hidden_layers_of_relu(script, version):
+    critic, relu = importlib.import_module(script + version).QNetwork(4, 3), torch.nn.ReLU()
+    observation, action = torch.randn(50, 4), torch.randn(50, 3)
+    plain = torch.nn.Sequential(critic.fc1, relu, critic.fc2, relu, critic.fc3)
+    expected = plain(torch.cat([observation, action], 1)).squeeze(1)
+    torch.testing.assert_close(critic(observation, action), expected)
+
+
 def test_log_prob_matches_a_numerical_jacobian():
     torch.manual_seed(0)
     mean, log_std, noise = torch.randn(3, 50, 3, dtype=torch.float64)
