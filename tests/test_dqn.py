@@ -66,13 +66,15 @@ def test_times_due_counts_every_multiple_once():
 
 
 def test_acting_on_the_host_is_the_network():
-    _, compiled, _ = pair()
+    _, compiled, _ = pair()  # it has been given other parameters, as a resumed one is, and not acted yet
     observation = np.random.default_rng(1).normal(size=(200, 4)).astype(np.float32)
-    with torch.no_grad():
-        compiled.learn()
-        compiled.is_stale = True
-        q = compiled.q_values(compiled.q_network, torch.as_tensor(observation))
-    assert compiled.act(observation).tolist() == q.argmax(1).tolist()
+    for has_learned in (False, True):
+        with torch.no_grad():
+            if has_learned:
+                compiled.learn()
+                compiled.is_stale = True
+            q = compiled.q_values(compiled.q_network, torch.as_tensor(observation))
+        assert compiled.act(observation).tolist() == q.argmax(1).tolist()
     assert len(set(compiled.act(observation))) > 1
 
 

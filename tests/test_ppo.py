@@ -301,18 +301,19 @@ class Doubling(torch.nn.Linear):
 def changed_module():
     """A module with a frozen layer, and one of a class of one's own; and its gradient and values compiled."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 4).requires_grad_(False), torch.nn.Tanh(), Doubling(4, 2))
-    flat_module, inputs = FlatModule(module), torch.randn(5, 3)
+    inputs = torch.randn(5, 3)
+    expected, flat_module = module(inputs), FlatModule(module)
 
     def loss(parameters):
         values = flat_module(parameters, inputs)
         return values.square().sum(), values
 
     gradient, (_, values) = torch.compile(torch.func.grad_and_value(loss, has_aux=True))(flat_module.initial)
-    return module, flat_module, inputs, gradient, values
+    return module, flat_module, inputs, gradient, values, expected
 
 
 def test_flat_module_leaves_frozen_parameters_alone(changed_module):
-    module, flat_module, inputs, gradient, _ = changed_module
+    module, flat_module, inputs, gradient, *_ = changed_module
     module(inputs).square().sum().backward()
     weight, bias, *trained = flat_module.split(gradient)
     assert not weight.any() and not bias.any()
@@ -321,12 +322,12 @@ def test_flat_module_leaves_frozen_parameters_alone(changed_module):
 
 
 def test_flat_module_leaves_other_layers_as_they_are(changed_module):
-    module, _, inputs, _, values = changed_module
-    torch.testing.assert_close(values, module(inputs))
+    *_, values, expected = changed_module
+    torch.testing.assert_close(values, expected)
 
 
 def test_a_copy_of_the_module_has_parameters_of_its_own(changed_module):
-    module, _, inputs, _, _ = changed_module
+    module, _, inputs, *_ = changed_module
     copied = copy.deepcopy(module)
     for parameter in copied.parameters():
         parameter.data.zero_()

@@ -38,7 +38,7 @@ def test_critics_with_buffers_are_refused(launch, monkeypatch, script):
 
     monkeypatch.setattr(module, "QNetwork", QNetwork)
     with pytest.raises(NotImplementedError, match="critics with buffers"):
-        launch(script)
+        launch(script, "--total-timesteps", 300, "--learning-starts", 200)
 
 
 @pytest.mark.parametrize("script", ["sac_continuous_action", "td3_continuous_action"])
