@@ -353,10 +353,7 @@ class FusedLinear(nn.Linear):
 
 
 class FlatModule:
-    """A module as a function of its parameters, all in one vector of [P], which an optimiser updates as one tensor.
-
-    Its buffers are no part of that: they stay the module's, the same with any vector.
-    """
+    """A module as a function of its parameters in one vector, [P], one tensor to an optimiser; buffers are not in it."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
