@@ -353,7 +353,7 @@ class FusedLinear(nn.Linear):
 
 
 class FlatModule:
-    """A module as a function of its parameters in one vector, [P], one tensor to an optimiser; buffers are not in it."""
+    """A module as a function of its parameters in one vector, [P], one tensor to an optimiser. It holds no buffers."""
 
     def __init__(self, module: nn.Module):
         self.module, self.shapes = module, {name: p.shape for name, p in module.named_parameters()}
