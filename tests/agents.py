@@ -30,6 +30,21 @@ for bits in (32, 64):
     gym.register(f"Toy{bits}-v0", Toy, kwargs=BOUNDS | {"dtype": f"float{bits}"}, max_episode_steps=50)
 
 
+def assert_orthogonal(network):
+    """Every layer's weights are, scaled by 0.01 in the policy's last, 1 in the value's and √2 elsewhere; no biases."""
+
+    def layers_of(part):
+        return [m for m in part.modules() if isinstance(m, torch.nn.Linear | torch.nn.Conv2d)]
+
+    gains = {layers_of(network.actor)[-1]: 0.01, layers_of(network.critic)[-1]: 1.0}
+    layers = layers_of(network)
+    for layer in layers:
+        values = torch.linalg.svdvals(layer.weight.flatten(1))
+        torch.testing.assert_close(values, torch.full_like(values, gains.get(layer, math.sqrt(2))))
+        assert not layer.bias.any()
+    assert len(layers) >= 5
+
+
 def norm_of_first_gradient(optimizer):
     """The norm of the gradient by which the first step was taken, from Adam's first moment."""
     states = getattr(optimizer, "state", None)

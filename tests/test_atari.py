@@ -15,7 +15,16 @@ import torch
 import tyro
 
 import probes
-from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat, flattened
+from agents import (
+    CPU,
+    as_on_a_gpu,
+    assert_each_row_once_an_epoch,
+    assert_orthogonal,
+    assert_same,
+    compile_as_main_does,
+    flat,
+    flattened,
+)
 from conftest import read_run
 from pools import Counting, Probing
 from ppo_atari_envpool import group_size
@@ -431,6 +440,7 @@ def test_the_network_of_atari_is_that_of_mnih_et_al(script):
     expected = [("Conv2d", 32, 4, 8, 8), relu, ("Conv2d", 64, 32, 4, 4), relu, ("Conv2d", 64, 64, 3, 3), relu]
     assert layers == [*expected, ("Flatten", 0), ("Linear", 512, 3136), relu]
     assert [layer.stride[0] for layer in network.trunk[:6:2]] == [4, 2, 1]
+    assert_orthogonal(network)
     image = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
     torch.testing.assert_close(network(image)[1], network.critic(network.trunk(image / 255)).squeeze(1))
 

@@ -209,6 +209,24 @@ def test_random_numbers_go_on_where_they_were(copied, monkeypatch):
     assert_equal(seen, [python, keys, of_torch])
 
 
+@pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if algorithm_of(script) in ("ppo", "ppo_continuous_action")]
+)
+def test_a_rollout_that_was_cut_begins_anew(launch, monkeypatch, script):
+    run, steps = launch(script, *small(script), env_id="Counter", raises=SystemExit, stop_after=114), []
+    classes = vars(importlib.import_module(script)).values()
+    (agent_class,) = [kind for kind in classes if isinstance(kind, type) and kind.__name__.endswith("Agent")]
+
+    def noting(agent, t, observation, act=agent_class.act):
+        steps.append(t)
+        return act(agent, t, observation)
+
+    monkeypatch.setattr(agent_class, "act", noting)
+    resume(script, run.folder)
+    assert steps[:12] == [*range(10), 0, 1]
+    assert json.loads((run.folder / "config.json").read_text())["resume"] is None
+
+
 @pytest.mark.parametrize("name", ["metrics", "episodes"])
 def test_files_that_were_changed_are_refused(small_run, tmp_path, name):
     """They are cut where they ended at the checkpoint, which must be the end of a line."""

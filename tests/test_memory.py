@@ -449,3 +449,30 @@ def test_coefficients_are_those_of_the_papers(name):
         inputs = (1 - modulus**2).sqrt() * inputs
     torch.testing.assert_close(decay, expected)
     torch.testing.assert_close(driven, inputs, rtol=1e-4, atol=1e-5)
+
+
+def test_mingru_s_update_gate_lets_in_what_is_new():
+    """And is nearly closed at first, for memories of 2 to 1,000 steps."""
+    torch.manual_seed(0)
+    x, cell = torch.randn(7, 6), CELLS["mingru"](600)
+    kept, new = cell.coefficients(torch.zeros(600))
+    assert 0.5 <= kept.min() < 0.6 and 0.99 < kept.max() <= 0.999
+    torch.testing.assert_close(new, (1 - kept) * cell.candidate.bias)
+    cell = CELLS["mingru"](6)
+    gate = torch.sigmoid(cell.gate(x))
+    for ours, expected in zip(cell.coefficients(x), (1 - gate, gate * cell.candidate(x)), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_ffm_s_traces_and_gates():
+    torch.manual_seed(0)
+    x, cell = torch.randn(7, 6), CELLS["ffm"](6)
+    decay, driven = (torch.complex(*part.chunk(2, -1)) for part in cell.coefficients(x))
+    exponent = torch.complex(-cell.log_decay.exp()[:, None], cell.log_frequency.exp()[None])
+    torch.testing.assert_close(decay, exponent.exp().flatten())
+    inputs = cell.input(x) * torch.sigmoid(cell.input_gate(x))
+    torch.testing.assert_close(driven.real.unflatten(-1, (cell.traces, -1)), inputs[..., None].expand(7, 32, 4))
+    assert not driven.imag.any()
+    state, gate = torch.randn(7, *cell.state_shape), torch.sigmoid(cell.output_gate(x))
+    mixed = torch.nn.functional.layer_norm(cell.mix(state) * gate, (6,))
+    torch.testing.assert_close(cell.readout(state, x), mixed + (1 - gate) * cell.skip(x))

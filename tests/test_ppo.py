@@ -12,7 +12,15 @@ from gymnasium.wrappers.utils import RunningMeanStd
 
 import environments
 import probes
-from agents import CPU, as_on_a_gpu, assert_each_row_once_an_epoch, assert_same, compile_as_main_does, flat
+from agents import (
+    CPU,
+    as_on_a_gpu,
+    assert_each_row_once_an_epoch,
+    assert_orthogonal,
+    assert_same,
+    compile_as_main_does,
+    flat,
+)
 from ppo_continuous_action import RunningMoments
 from ppo_torchcompile import FlatModule, discounted_sums
 
@@ -67,6 +75,12 @@ def prepare(eager, compiled):
     compiled.rollout.upload()
     with torch.no_grad():
         compiled.prepare()
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_continuous_action"])  # whose networks are those of the other scripts
+def test_networks_begin_orthogonal(script):
+    module = importlib.import_module(script)
+    assert_orthogonal(getattr(module, "CategoricalActorCritic" if script == "ppo" else "GaussianActorCritic")(5, 3))
 
 
 # ---- Advantages ----

@@ -25,6 +25,7 @@ from agents import (
     CPU,
     as_on_a_gpu,
     assert_each_row_once_an_epoch,
+    assert_orthogonal,
     assert_same,
     compile_as_main_does,
     flat,
@@ -446,6 +447,10 @@ def test_velocities_of_other_environments_cannot_be_hidden(refused, script):
 def test_minibatches_that_do_not_divide_the_environments(refused, script):
     err = refused(script, "--num-envs", 6, "--num-minibatches", 4)
     assert err == "error: --num-minibatches 4: must divide --num-envs 6\n"
+
+
+def test_networks_begin_orthogonal():
+    assert_orthogonal(ppo_memory.RecurrentActorCritic(5, 3, True, CELLS["none"](64), 64))
 
 
 # ---- Rollouts ----
