@@ -450,7 +450,7 @@ def test_minibatches_that_do_not_divide_the_environments(refused, script):
 
 
 def test_networks_begin_orthogonal():
-    assert_orthogonal(ppo_memory.RecurrentActorCritic(5, 3, True, CELLS["none"](64), 64))
+    assert_orthogonal(ppo_memory.RecurrentActorCritic(5, 3, True, torch.nn.Identity(), 64))
 
 
 # ---- Rollouts ----
