@@ -409,8 +409,8 @@ class CompiledDQNAgent(nn.Module):
         layers = [layer.numpy().T for layer in self.q_module.split(self.host_network)]
         # Biases as rows, which NumPy need not broadcast to a single environment's
         self.host_layers = [(weight, bias[None]) for weight, bias in zip(layers[::2], layers[1::2], strict=True)]
-        probe = torch.linspace(-1, 1, 8 * observation_dim, device=device).view(8, -1)
-        computed, own = self.host_q_values(probe.numpy(force=True)), self.q_values(self.q_network, probe)
+        probe = torch.linspace(-1, 1, 8 * observation_dim).view(8, -1)
+        computed, own = self.host_q_values(probe.numpy()), self.q_values(self.q_module.initial, probe)
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
             raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
         self.is_stale = True

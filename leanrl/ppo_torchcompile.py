@@ -304,8 +304,8 @@ class CompiledPPOAgent(nn.Module):
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
-        probe = torch.linspace(-1, 1, args.num_envs * observation_dim, device=device).view(args.num_envs, -1)
-        computed, own = self.host_policy(probe.numpy(force=True), True), self.policy_and_value(self.network, probe)[0]
+        probe = torch.linspace(-1, 1, args.num_envs * observation_dim).view(args.num_envs, -1)
+        computed, own = self.host_policy(probe.numpy(), True), self.policy_and_value(self.module.initial, probe)[0]
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
             raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
 

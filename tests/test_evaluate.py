@@ -299,6 +299,13 @@ def test_figures_of_any_size(value, text):
     assert evaluate.figure(value) == text
 
 
+@pytest.mark.parametrize("episodes, interval", [(1, "-"), (4, "-"), (5, "7 to 7")])
+def test_an_interval_takes_five_episodes(tmp_path, episodes, interval):
+    agent = SimpleNamespace(folder=tmp_path, env_id="A", trained_on="A", global_step=9, training_return=8.0)
+    row = evaluate.table_row(agent, [{"return": 7.0}] * episodes)
+    assert row == [tmp_path.name, "A", "9", str(episodes), "7", "7", interval, "8"]
+
+
 def test_seeds_decide_and_lines_are_added(folder_of, capsys):
     """The same seed, the same episodes for every run; the table has a line a run, and what training ended with."""
     folders = [folder_of(SAC), folder_of(CONTINUOUS_PPO)]
