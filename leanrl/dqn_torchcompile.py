@@ -401,16 +401,17 @@ class CompiledDQNAgent(nn.Module):
         self.args, self.device, self.buffer = args, device, buffer
         observation_dim, actions = env.observation_space.shape[0], int(env.action_space.n)
         self.q_module = FlatModule(DiscreteQNetwork(observation_dim, actions))
-        self.q_network = nn.Buffer(self.q_module.initial.to(device))
+        initial = self.q_module.initial
+        self.q_network = nn.Buffer(initial.to(device))
         self.target_network = copy.deepcopy(self.q_network)
         self.optimizer = Adam(self.q_network, args.learning_rate)
         self.losses = {name: torch.zeros((), device=device) for name in ("td_loss", "q_value")}
-        self.host_network = torch.zeros(len(self.q_network), pin_memory=device.type == "cuda").copy_(self.q_network)
+        self.host_network = torch.zeros(len(self.q_network), pin_memory=device.type == "cuda").copy_(initial)
         layers = [layer.numpy().T for layer in self.q_module.split(self.host_network)]
         # Biases as rows, which NumPy need not broadcast to a single environment's
         self.host_layers = [(weight, bias[None]) for weight, bias in zip(layers[::2], layers[1::2], strict=True)]
         probe = torch.linspace(-1, 1, 8 * observation_dim).view(8, -1)
-        computed, own = self.host_q_values(probe.numpy()), self.q_values(self.q_module.initial, probe)
+        computed, own = self.host_q_values(probe.numpy()), self.q_values(initial, probe)
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
             raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
         self.is_stale = True

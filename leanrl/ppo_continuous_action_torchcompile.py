@@ -379,7 +379,8 @@ class CompiledContinuousPPOAgent(nn.Module):
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
         probe = torch.linspace(-1, 1, args.num_envs * observation_dim).view(args.num_envs, -1)
-        computed, own = self.host_policy(probe.numpy(), True), self.policy_and_value(self.module.initial, probe)[0]
+        initial = self.module.initial
+        computed, own = self.host_policy(probe.numpy(), initial), self.policy_and_value(initial, probe)[0]
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
             raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
 
@@ -404,10 +405,10 @@ class CompiledContinuousPPOAgent(nn.Module):
         """Mean and log standard deviation of the actions, and the value; [..., D] -> [..., A], [A], [...]."""
         return self.module(network, observation)
 
-    def host_policy(self, observation: np.ndarray, is_new: bool) -> np.ndarray:
+    def host_policy(self, observation: np.ndarray, network: torch.Tensor | None = None) -> np.ndarray:
         """Means; [num_envs, observation_dim] -> [num_envs, A]. In NumPy: no transfer and no compiled call."""
-        if is_new:  # bring a copy of the policy
-            parts = self.module.split(self.network.to("cpu", copy=True))
+        if network is not None:  # its policy is the one from now on
+            parts = self.module.split(network)
             parts = {name: part.numpy().T for name, part in zip(self.module.shapes, parts, strict=True)}
             self.log_std, layers = parts["log_std"], [p for name, p in parts.items() if name.startswith("actor.")]
             # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
@@ -420,7 +421,7 @@ class CompiledContinuousPPOAgent(nn.Module):
 
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs, A]."""
-        mean = self.host_policy(observation, is_new=t == 0)
+        mean = self.host_policy(observation, self.network.to("cpu", copy=True) if t == 0 else None)
         if t == 0:  # draw noise for all steps
             self.noise = np.random.normal(scale=np.exp(self.log_std), size=self.rollout.arrays["action"].shape)
         action = mean + self.noise[t]

@@ -305,7 +305,8 @@ class CompiledPPOAgent(nn.Module):
         self.losses = {name: torch.zeros((), device=device) for name in names}
         self.clip_coef = torch.tensor(args.clip_coef, device=device)
         probe = torch.linspace(-1, 1, args.num_envs * observation_dim).view(args.num_envs, -1)
-        computed, own = self.host_policy(probe.numpy(), True), self.policy_and_value(self.module.initial, probe)[0]
+        initial = self.module.initial
+        computed, own = self.host_policy(probe.numpy(), initial), self.policy_and_value(initial, probe)[0]
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
             raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
 
@@ -313,10 +314,10 @@ class CompiledPPOAgent(nn.Module):
         """Logits of the actions, and the value; [..., observation_dim] -> [..., actions], [...]."""
         return self.module(network, observation)
 
-    def host_policy(self, observation: np.ndarray, is_new: bool) -> np.ndarray:
+    def host_policy(self, observation: np.ndarray, network: torch.Tensor | None = None) -> np.ndarray:
         """Logits; [num_envs, observation_dim] -> [num_envs, actions]. In NumPy: no transfer and no compiled call."""
-        if is_new:  # bring a copy of the policy
-            parts = zip(self.module.shapes, self.module.split(self.network.to("cpu", copy=True)), strict=True)
+        if network is not None:  # its policy is the one from now on
+            parts = zip(self.module.shapes, self.module.split(network), strict=True)
             layers = [part.numpy().T for name, part in parts if name.startswith("actor.")]
             # Biases with a row for each environment: NumPy is faster at adding equal shapes than at broadcasting
             layers[1::2] = [np.tile(bias, (self.args.num_envs, 1)) for bias in layers[1::2]]
@@ -328,7 +329,7 @@ class CompiledPPOAgent(nn.Module):
 
     def act(self, t: int, observation: np.ndarray) -> np.ndarray:
         """Sampled actions, which go into row `t` of the rollout, too; [num_envs, observation_dim] -> [num_envs]."""
-        logits = self.host_policy(observation, is_new=t == 0)
+        logits = self.host_policy(observation, self.network.to("cpu", copy=True) if t == 0 else None)
         if t == 0:  # draw noise for all steps
             self.noise = np.random.gumbel(size=(self.args.num_steps, *logits.shape))
         action = (logits + self.noise[t]).argmax(1)  # Gumbel-max

@@ -395,7 +395,7 @@ def test_acting_in_numpy_takes_any_number_of_layers_wherever_they_stand(agent_wi
     agent = agent_with(script, change)
     observation = torch.randn(agent.args.num_envs, 4)
     own = agent.policy_and_value(agent.network, observation)[0]
-    torch.testing.assert_close(torch.from_numpy(agent.host_policy(observation.numpy(), True)), own)
+    torch.testing.assert_close(torch.from_numpy(agent.host_policy(observation.numpy(), agent.network)), own)
 
 
 @pytest.mark.parametrize("script", [script for script in CLASSES if script.endswith("_torchcompile")])
