@@ -413,7 +413,7 @@ class CompiledDQNAgent(nn.Module):
         probe = torch.linspace(-1, 1, 8 * observation_dim).view(8, -1)
         computed, own = self.host_q_values(probe.numpy()), self.q_values(initial, probe)
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
-            raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
+            raise ValueError("`act` computes another network, in NumPy, than the module: change it, too")
         self.is_stale = True
 
     def q_values(self, network, observation: torch.Tensor) -> torch.Tensor:

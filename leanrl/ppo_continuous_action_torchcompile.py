@@ -382,7 +382,7 @@ class CompiledContinuousPPOAgent(nn.Module):
         initial = self.module.initial
         computed, own = self.host_policy(probe.numpy(), initial), self.policy_and_value(initial, probe)[0]
         if computed.shape != own.shape or not np.allclose(computed, own.numpy(force=True), rtol=1e-3, atol=1e-5):
-            raise NotImplementedError("`act` computes another network, in NumPy, than the module: change it, too")
+            raise ValueError("`act` computes another network, in NumPy, than the module: change it, too")
 
     def normalize(self, observation: np.ndarray) -> np.ndarray:
         """Takes raw observations into the statistics; their distance from the mean in deviations, clipped to ±10."""

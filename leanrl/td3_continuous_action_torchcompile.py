@@ -445,7 +445,7 @@ class CompiledTD3Agent(nn.Module):
         self.actor_module = FlatModule(DeterministicActor(observation_dim, self.action_dim))
         self.q_module, twin = (FlatModule(QNetwork(observation_dim, self.action_dim)) for _ in range(2))
         if [*twin.module.buffers()]:
-            raise NotImplementedError("critics with buffers, of which only the first's would be used")
+            raise ValueError("critics with buffers, of which only the first's would be used")
         self.actor = nn.Buffer(self.actor_module.initial.to(device))
         critics = torch.stack([self.q_module.initial, twin.initial])
         # Rows of one matrix, filled with zeros, so that all begin at multiples of 64 bytes: cuBLAS is slower elsewhere

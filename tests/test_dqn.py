@@ -80,7 +80,7 @@ def test_acting_on_the_host_is_the_network():
 
 def test_acting_on_the_host_refuses_another_network(monkeypatch):
     monkeypatch.setattr(dqn_torchcompile.F, "relu", torch.tanh)
-    with pytest.raises(NotImplementedError, match="`act` computes another network"):
+    with pytest.raises(ValueError, match="`act` computes another network"):
         pair()
 
 

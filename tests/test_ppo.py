@@ -371,7 +371,7 @@ def test_acting_in_numpy_refuses_another_network(agent_with, script, layer, othe
         network.actor[layer] = other
         return network
 
-    with pytest.raises(NotImplementedError, match="`act` computes another network"):
+    with pytest.raises(ValueError, match="`act` computes another network"):
         agent_with(script, change)
 
 
