@@ -141,6 +141,14 @@ def learning_results(results: Path) -> dict[tuple, list[dict]]:
     return {key: sorted(groups[key], key=lambda r: r["arguments"]["seed"]) for key in sorted(groups)}
 
 
+def longest(learned: dict[tuple, list[dict]], env_id: str, script: str) -> tuple[int, list[dict]]:
+    """Steps and results of the longest runs of a script's defaults (of the most seeds), with however many actors."""
+    groups = [(*key[2:], group) for key, group in learned.items() if key[:2] == (env_id, script)]
+    plain = re.compile(r"[^,]*(, --num-actors \d+)?")
+    groups = [(steps, group) for variant, steps, group in groups if plain.fullmatch(variant)]
+    return max(groups, key=lambda each: (each[0], len(each[1])), default=(0, []))
+
+
 # ---- Tables ----
 def threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
@@ -158,6 +166,12 @@ def footer(path: Path, results: Path, result: dict) -> str:
     versions = f"torch {result['versions']['torch']}, Python {result['versions']['python']}"
     name = path.relative_to(results.parent.parent).as_posix()
     return f"From [`{path.name}`]({name}): {machine(result)}; {versions}; {date}; `{result['command']}`.{stopped}"
+
+
+def source(path: Path, results: Path, result: dict) -> str:
+    """The file of a result, for a table that another one shows in full."""
+    name = path.relative_to(results.parent.parent).as_posix()
+    return f"[`{path.name}`]({name}) ({machine(result)}, {result['started'][:10]})"
 
 
 def scripts_table(results: Path) -> str:
@@ -178,12 +192,9 @@ def scripts_table(results: Path) -> str:
         rows.append(
             [title, f"[`{script}.py`](leanrl/{script}.py)", f"[`…_torchcompile.py`](leanrl/{compiled}.py)", task]
         )
-        groups = [(*key[2:], group) for key, group in learned.items() if key[:2] == (task, compiled)]
-        plain = re.compile(r"[^,]*(, --num-actors \d+)?")  # defaults, with however many actors
-        groups = [(steps, len(group), group) for variant, steps, group in groups if plain.fullmatch(variant)]
-        steps, seeds, group = max(groups, key=lambda each: each[:2], default=(0, 0, []))
+        steps, group = longest(learned, task, compiled)
         reached = mean_and_deviation([result["return_last_100"] for result in group]) if group else ""
-        rows[-1] += [reached, f"{steps:,}" if group else "", str(seeds) if group else ""]
+        rows[-1] += [reached, f"{steps:,}" if group else "", str(len(group)) if group else ""]
         for device in devices:
             own = latest.get((device, script), {})
             compiled_lines = [line for variant, line in own.items() if "compile" in variant]
@@ -358,6 +369,27 @@ def learning_table(results: Path) -> str:
     )
 
 
+def published_table(results: Path) -> str:
+    """What the scripts reached beside what CleanRL has published, as far as the runs are long."""
+    path = results / "reference_cleanrl.json"
+    if not path.exists():
+        return "No reference."
+    reference, learned, rows = load(path), learning_results(results), []
+    for script, env_id, steps, mean, deviation in reference["returns"]:
+        own_steps, group = longest(learned, env_id, f"{script}_torchcompile")
+        if group:
+            reached = mean_and_deviation([result["return_last_100"] for result in group])
+            digits = 0 if abs(mean) >= 200 else 1
+            published = f"{show(mean, digits)} ± {show(deviation, digits)}"
+            published += "" if own_steps == steps else f" at {steps:,}"
+            rows.append([ALGORITHMS[script], env_id, f"{own_steps:,}", str(len(group)), reached, published])
+    sources = ", ".join(f"[{name}]({source})" for name, source in reference["sources"].items())
+    note = "Mean return of the last 100 training episodes ± standard deviation over the seeds, and what CleanRL has"
+    note += f" published of 3 seeds at as many steps, if no other number is there ({sources}; {reference['note']})."
+    header = ["algorithm", "task", "steps", "seeds", "return", "CleanRL"]
+    return f"{markdown(header, rows, 2)}\n\n{note}"
+
+
 def memory_table(results: Path) -> str:
     """What an agent with each memory reached on each task."""
     found = memory_learning.returns(results / "memory")
@@ -491,24 +523,43 @@ def ray_faults_table(results: Path) -> str:
     return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_faults.py` makes them."
 
 
+def scans(results: Path, kind: str | None) -> list[tuple[Path, dict]]:
+    """The newest full results of scan.py: of its forms, "eager" or "compiled", of "claims", or of all else."""
+
+    def is_meant(result: dict) -> bool:
+        settings = result["settings"]
+        own = settings.get("forms") or ("claims" if settings.get("claims") else None)
+        return own == kind and not settings["quick"]
+
+    return newest(results, "scan", is_meant)
+
+
 def scan_table(results: Path, part: str) -> str:
     """What a scan over time gains: one of the parts of scan.py's tables."""
-    parts, found = [], []
-    for kind in {"scan_forms": ("eager", "compiled"), "scan_claims": ("claims",)}.get(part, (None,)):
-
-        def is_meant(result: dict, kind: str | None = kind) -> bool:
-            settings = result["settings"]
-            own = settings.get("forms") or ("claims" if settings.get("claims") else None)
-            return own == kind and not settings["quick"]
-
-        found += newest(results, "scan", is_meant)
-    for path, result in found:
+    parts, kinds = [], {"scan_forms": ("eager", "compiled"), "scan_claims": ("claims",)}.get(part, (None,))
+    for path, result in [each for kind in kinds for each in scans(results, kind)]:
         tables = [markdown(header, rows, scan.text_columns(header)) for header, rows in scan.tables_of(result, part)]
         notes = "; ".join(scan.notes_of(result)) if part == "scan" else ""
         if tables:
             note = scan.caption(result, part) + (f" Without figures: {notes}." if notes else "")
             parts.append("\n\n".join([*tables, f"{note} {footer(path, results, result)}"]))
     return "\n\n".join(parts) or "No results yet: `python benchmarks/scan.py` makes them."
+
+
+def scan_gains_table(results: Path) -> str:
+    """How many times faster the fastest scan of each machine is: all of them in one table."""
+    header, table, captions, sources = [], [], [], []
+    for path, result in scans(results, None):
+        fastest = "captured scan" if result["device"] == "cuda" else "compiled scan"
+        place = result["hardware"]["gpu"] or f"{result['hardware']['cores']} CPU cores"
+        for (length, batch, arm, *titles), rows in scan.tables_of(result, "scan_ratios"):
+            header = ["on", length, batch, arm, *titles]
+            table += [[place, *row] for row in rows if row[2] == fastest]
+            captions.append(scan.caption(result, "scan_ratios"))
+            sources.append(source(path, results, result))
+    if not table:
+        return "No results yet: `python benchmarks/scan.py` makes them."
+    return f"{markdown(header, table, 1)}\n\n{captions[0]} From {', '.join(sources)}."
 
 
 def ray_table(results: Path, part: str) -> str:
@@ -523,6 +574,28 @@ def ray_table(results: Path, part: str) -> str:
             ray = f"Ray {result['versions']['ray']}"
             table = markdown(header, rows, ray_scaling.TEXT_COLUMNS[part])
             parts.append(f"{table}\n\n{note} {ray}. {footer(path, results, result)}")
+    return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_scaling.py` makes them."
+
+
+def ray_pays_table(results: Path) -> str:
+    """The share of their time that Ray's actors step, in lockstep and double-buffered, by step duration and K."""
+    parts = []
+    for path, result in newest(results, "ray_scaling", lambda result: not result["settings"]["quick"]):
+        found, columns = {}, sorted({line["steps"] for line in result["medians"]})
+        for line in result["medians"]:
+            cell = found.setdefault((line["kind"], line["actors"], line["duration"]), {}).setdefault(line["steps"], {})
+            cell[line["mode"]] = ray_scaling.percent(line["efficiency"])
+        rows = []
+        for (kind, actors, duration), by_steps in found.items():
+            rows.append([f"{actors} {kind}", f"{duration:g} s"])
+            for modes in (by_steps.get(steps, {}) for steps in columns):
+                rows[-1].append(" → ".join(modes[mode] for mode in ray_scaling.MODES if mode in modes))
+        table = markdown(["actors", "a step", *(f"K = {steps:,}" for steps in columns)], rows, 1)
+        note = "Lockstep → double-buffered: the share of the actors' time that is spent in steps. Measured: on one Ray"
+        note += (
+            f" node; simulated: several nodes on one machine, without a network. From {source(path, results, result)}."
+        )
+        parts.append(f"{table}\n\n{note}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_scaling.py` makes them."
 
 
@@ -600,6 +673,7 @@ TABLES = {
     "reference": reference_table,
     **{kind: partial(compare_table, kind=kind) for kind in ("compare", "compare_quick", "compare_num_envs")},
     "learning": learning_table,
+    "published": published_table,
     "memory": memory_table,
     "lag": lag_table,
     "ray_learner": ray_learner_table,
@@ -609,6 +683,8 @@ TABLES = {
     "eager_tips": eager_tips_table,
     **{part: partial(scan_table, part=part) for part in scan.PARTS},
     **{part: partial(ray_table, part=part) for part in ray_scaling.CAPTIONS},
+    "scan_gains": scan_gains_table,
+    "ray_pays": ray_pays_table,
     "agent_observer": agent_observer_table,
     "agent_observer_reference": agent_observer_reference_table,
 }

@@ -493,9 +493,15 @@ def test_the_pages_are_up_to_date_and_have_every_table_once(capsys):
 
 
 def test_links_of_the_pages_lead_somewhere():
+    def anchors(page: Path) -> set[str]:  # as GitHub names them
+        titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+        return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
     for page in tables.PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            place = (page.parent / target).resolve() if target else page
+            assert place.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(place), f"{page.name}: {target}#{anchor}"
 
 
 def test_links_of_a_page_beside_the_results(results, tmp_path):
@@ -598,6 +604,23 @@ def test_reference_table(results):
     published = json.loads((tables.RESULTS / "reference_leanrl.json").read_text())
     assert {len(line) for line in published["fps"].values()} == {len(published["columns"])}
     assert published["fps"].keys() < tables.ALGORITHMS.keys()
+
+
+def test_published_table(tmp_path, results):
+    assert tables.published_table(results) == "No reference."
+    for n, (steps, seed) in enumerate([(2000, 1), (3000, 1), (3000, 2)]):
+        folder = made_up_run_folder(tmp_path / f"run{n}", seed, total_timesteps=steps)
+        learning.write(learning.collect(folder), results / "learning")
+    lines = [["dqn", "CartPole-v1", 3000, 489, 16], ["dqn", "CartPole-v1", 9000, -91.5, 7.2], ["dqn", "Other", 1, 2, 3]]
+    reference = {"sources": {"DQN": "https://there"}, "returns": lines, "note": "of a kind"}
+    (results / "reference_cleanrl.json").write_text(json.dumps(reference))
+    table = tables.published_table(results)
+    assert "| DQN | CartPole-v1 | 3,000 | 2 | 101.0 ± 0.7 | 489 ± 16 |" in table  # the longest runs
+    assert "| DQN | CartPole-v1 | 3,000 | 2 | 101.0 ± 0.7 | -91.5 ± 7.2 at 9,000 |" in table
+    assert "Other" not in table and "([DQN](https://there); of a kind)" in table
+    published = json.loads((tables.RESULTS / "reference_cleanrl.json").read_text())
+    assert {len(line) for line in published["returns"]} == {len(published["columns"])}
+    assert {script for script, *_ in published["returns"]} < tables.ALGORITHMS.keys()
 
 
 def test_what_is_not_a_default_is_in_the_name_and_in_the_table(tmp_path, results):

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -1001,7 +1002,7 @@ def test_how_long_steps_last_is_not_a_compiled_graphs(result):
 def test_the_readmes_tables(result, tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    for part in ray_scaling.CAPTIONS:
+    for part in (*ray_scaling.CAPTIONS, "ray_pays"):
         assert tables.TABLES[part](results) == "No results yet: `python benchmarks/ray_scaling.py` makes them."
     (results / "ray_scaling_cpu.json").write_text(json.dumps(result, default=str))
     result["settings"]["quick"] = True
@@ -1012,6 +1013,10 @@ def test_the_readmes_tables(result, tmp_path):
         "Medians of 3 turns." in text and "Ray 2.60.0." in text and "(benchmarks/results/ray_scaling_cpu.json)" in text
     )
     assert "simulated on one machine" in tables.TABLES["ray_nodes"](results)
+    text = tables.TABLES["ray_pays"](results)
+    (cells,) = re.findall(r"^\| 16 measured \| 0.01 s \| (.*) \|$", text, re.M)
+    assert cells.startswith("38% → 62% | ") and len(cells.split(" | ")) == 4
+    assert text.count("| 96 simulated |") == len({duration for duration, _ in SIZES})
     assert "| measured | 1 | 16 | lockstep | 1,000 |" in tables.TABLES["ray_fit"](results)
 
 

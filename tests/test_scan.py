@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -417,7 +418,7 @@ def test_published_claims_stand_beside_our_ratios(result):
 def test_the_readmes_tables(result, tmp_path):
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
-    for part in scan.PARTS:
+    for part in (*scan.PARTS, "scan_gains"):
         assert tables.TABLES[part](results) == "No results yet: `python benchmarks/scan.py` makes them."
     (results / "scan_cpu.json").write_text(json.dumps(result, default=str))
     result["settings"]["quick"] = True
@@ -427,6 +428,8 @@ def test_the_readmes_tables(result, tmp_path):
     assert "episodes begin in 1% of the steps" in text and "Without figures: compiled loop: is unrolled; " in text
     assert "(benchmarks/results/scan_cpu.json)" in text
     assert "| one GRU | forward+backward | 19.0 | 14.0 |" in tables.TABLES["scan_snippet"](results)
+    (row,) = re.findall(r"^\| \d+ CPU cores \|.*$", tables.TABLES["scan_gains"](results), re.M)
+    assert row.endswith("| 4,096 | 4 | compiled scan | 20.2 | n/a | n/a | 50.5 | n/a | 3.03 |")
     # One of the snippet alone has nothing for the other tables
     alone = speed.new_result("scan", scan.Args(), PROBE, "cpu") | {"started": "2999", "ended": "2999"}
     alone["runs"] = [run for run in result["runs"] if run["model"] == "vmap, shared"]
