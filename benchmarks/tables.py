@@ -384,8 +384,9 @@ def published_table(results: Path) -> str:
             published += "" if own_steps == steps else f" at {steps:,}"
             rows.append([ALGORITHMS[script], env_id, f"{own_steps:,}", str(len(group)), reached, published])
     sources = ", ".join(f"[{name}]({source})" for name, source in reference["sources"].items())
-    note = "Mean return of the last 100 training episodes ± standard deviation over the seeds, and what CleanRL has"
-    note += f" published of 3 seeds at as many steps, if no other number is there ({sources}; {reference['note']})."
+    note = "Mean return of the last 100 training episodes ± standard deviation over the seeds, and CleanRL's published"
+    note += f" return (3 seeds, by its benchmark scripts), at as many steps unless others are given ({sources};"
+    note += f" {reference['note']})."
     header = ["algorithm", "task", "steps", "seeds", "return", "CleanRL"]
     return f"{markdown(header, rows, 2)}\n\n{note}"
 
