@@ -267,7 +267,7 @@ class Environments:
             fail("env_id", args.env_id, str(error))
 
     def begin(self, step: int) -> None:
-        """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+        """First resets; each environment has a seed of its own, made of --seed and of the step resumed at (else 0)."""
         count = self.args.num_envs
         seeds = np.random.SeedSequence([self.args.seed, step]).generate_state(count).tolist()
         if self.is_minigrid:
@@ -607,7 +607,7 @@ class GRULoop(torch.autograd.Function):
 
 @operator
 def lstm_states(x: Tensor, state: Tensor, reset: Tensor, weights: list[Tensor]) -> Tensor:
-    """Outputs, and the last cell with zeros in the place of those before, which nothing needs. On a CPU, where resets
+    """Outputs and cells; of the cells all but the last, which nothing needs, are zeros. On a CPU, where resets
     are few, PyTorch's own loops make them, which are faster."""
     if not x.is_cuda and (parts := stretches(reset)) is not None:
         outputs, last = LSTM.between_resets(x, state, reset, parts, weights)
@@ -760,8 +760,8 @@ class GRU(Cell):
         return state, state
 
     def forward(self, x, state, reset):
-        own_is_faster = self.is_looped or (not x.is_cuda and x.shape[1] < MIN_BATCH)
-        if own_is_faster or (parts := stretches(reset)) is None:
+        must_loop = self.is_looped or (not x.is_cuda and x.shape[1] < MIN_BATCH)
+        if must_loop or (parts := stretches(reset)) is None:
             # Views, as Dynamo drops the backward of a Function whose inputs are what torch.func differentiates by
             # (issue 193279 of PyTorch)
             weights = [weight.view_as(weight) for weight in self.parameters()]
@@ -1236,7 +1236,7 @@ def stored_args() -> Args:
     try:
         with contextlib.redirect_stderr(said):
             folder = tyro.cli(Args).resume
-    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
+    except SystemExit:  # after --help, or an error, whose box on stderr becomes one line, without its title
         if said.getvalue():
             _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
             print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
@@ -1262,7 +1262,7 @@ def stored_args() -> Args:
 
 @contextlib.contextmanager
 def room_for(args: Args) -> Iterator[None]:
-    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
+    """Ends the program with exit status 2, naming the size in `args` to lower, if memory runs out inside."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -1274,7 +1274,7 @@ def room_for(args: Args) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: Mapping) -> None:
-    """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
+    """Writes JSON or a checkpoint as NAME.new, then renames it: the file is the old one or the new one, never half."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -1340,16 +1340,13 @@ class Run(contextlib.AbstractContextManager):
         folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
         try:
             folder.mkdir(parents=True)
-        except OSError as error:
-            if not os.path.isdir(folder):
-                fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-            time.sleep(1)  # another run began within this second
-            return self.make_folder()
-        try:
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            shutil.rmtree(folder)
+            if isinstance(error, FileExistsError) and folder.is_dir():  # another run began within this second
+                time.sleep(1)
+                return self.make_folder()
+            shutil.rmtree(folder, ignore_errors=True)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -1358,10 +1355,9 @@ class Run(contextlib.AbstractContextManager):
         self.files = [open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")]
         try:
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError("in use by another run") from None
-        except OSError:
-            pass  # some network disks know no locks
+        except OSError as error:  # some network disks know no locks
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError("in use by another run") from None
 
     def reopen_folder(self) -> Path:
         """The folder `args.resume`, all as at its checkpoint; if that can't be, exit status 2 with nothing changed."""
@@ -1414,7 +1410,7 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
-        returns, lengths, lines = self.returns, self.lengths, []
+        returns, lengths = self.returns, self.lengths
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             returns[i] += float(reward)
@@ -1422,11 +1418,9 @@ class Run(contextlib.AbstractContextManager):
             if is_terminated or is_truncated:
                 total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
-                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.files[1].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
                 self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
                 returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
-        if lines:
-            self.files[1].write("".join(lines))
 
     def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
@@ -1436,12 +1430,9 @@ class Run(contextlib.AbstractContextManager):
         if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
-                self.closed = self.window
-        elif self.closed and has_learned:
-            self.closed = (step, self.now())
         if has_learned and hasattr(self.args, "num_steps"):
             self.finite(losses)  # before the policy acts again; with a replay it would wait for the GPU too often
+            self.closed = (step, self.now())  # after its last update a run only acts
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -1508,7 +1499,7 @@ class Run(contextlib.AbstractContextManager):
         status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
-        last_step, closed = self.closed or (self.global_step, end)
+        last_step, closed = max(self.closed or (self.global_step, end), (first_step, opened))
         fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
@@ -1539,18 +1530,9 @@ class Run(contextlib.AbstractContextManager):
 
 
 def check_replay(args: Args) -> None:
-    """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
+    """Ends the program with exit status 2 if learning would never begin, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
-    at_once = 1 if hasattr(args, "slice_length") else args.num_envs  # with a memory not all environments take a step
-    last_step = -(-args.total_timesteps // at_once) * at_once
-    if (frequency := getattr(args, "train_frequency", 1)) > last_step:
-        fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
-    last_due = -(-(last_step // frequency * frequency) // at_once) * at_once
-    last_due -= 1 if hasattr(args, "train_frequency") else at_once
-    if args.learning_starts > last_due:
-        fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
         fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
 

@@ -129,7 +129,7 @@ class Args:
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
     """The environments; ends the program with exit status 2 if they can't be made."""
-    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
+    # Keeps MuJoCo's notices about the -v4 models out of the terminal and of a MUJOCO_LOG.TXT in this folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
@@ -146,7 +146,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+    """First resets; each environment has a seed of its own, made of --seed and of the step resumed at (else 0)."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -219,7 +219,7 @@ def discounted_sums(values: torch.Tensor, discounts: torch.Tensor) -> torch.Tens
 
 # ---- For compilation and capture ----
 class FusedLinear(nn.Linear):
-    """Compiled, adds its bias apart, as [None] keeps it: Inductor fuses that with what follows; addmm would copy it."""
+    """When compiled, keeps the bias out of addmm, which copies it, by [None]: Inductor fuses it with what follows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x @ self.weight.mT)[None] + self.bias)[0] if torch.compiler.is_compiling() else super().forward(x)
@@ -495,7 +495,7 @@ def stored_args() -> Args:
     try:
         with contextlib.redirect_stderr(said):
             folder = tyro.cli(Args).resume
-    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
+    except SystemExit:  # after --help, or an error, whose box on stderr becomes one line, without its title
         if said.getvalue():
             _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
             print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
@@ -521,7 +521,7 @@ def stored_args() -> Args:
 
 @contextlib.contextmanager
 def room_for(args: Args) -> Iterator[None]:
-    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
+    """Ends the program with exit status 2, naming the size in `args` to lower, if memory runs out inside."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -533,7 +533,7 @@ def room_for(args: Args) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: Mapping) -> None:
-    """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
+    """Writes JSON or a checkpoint as NAME.new, then renames it: the file is the old one or the new one, never half."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -599,16 +599,13 @@ class Run(contextlib.AbstractContextManager):
         folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
         try:
             folder.mkdir(parents=True)
-        except OSError as error:
-            if not os.path.isdir(folder):
-                fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-            time.sleep(1)  # another run began within this second
-            return self.make_folder()
-        try:
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            shutil.rmtree(folder)
+            if isinstance(error, FileExistsError) and folder.is_dir():  # another run began within this second
+                time.sleep(1)
+                return self.make_folder()
+            shutil.rmtree(folder, ignore_errors=True)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -617,10 +614,9 @@ class Run(contextlib.AbstractContextManager):
         self.files = [open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")]
         try:
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError("in use by another run") from None
-        except OSError:
-            pass  # some network disks know no locks
+        except OSError as error:  # some network disks know no locks
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError("in use by another run") from None
 
     def reopen_folder(self) -> Path:
         """The folder `args.resume`, all as at its checkpoint; if that can't be, exit status 2 with nothing changed."""
@@ -673,7 +669,7 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
-        returns, lengths, lines = self.returns, self.lengths, []
+        returns, lengths = self.returns, self.lengths
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             returns[i] += float(reward)
@@ -681,11 +677,9 @@ class Run(contextlib.AbstractContextManager):
             if is_terminated or is_truncated:
                 total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
-                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.files[1].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
                 self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
                 returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
-        if lines:
-            self.files[1].write("".join(lines))
 
     def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
@@ -695,12 +689,9 @@ class Run(contextlib.AbstractContextManager):
         if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
-                self.closed = self.window
-        elif self.closed and has_learned:
-            self.closed = (step, self.now())
         if has_learned and hasattr(self.args, "num_steps"):
             self.finite(losses)  # before the policy acts again; with a replay it would wait for the GPU too often
+            self.closed = (step, self.now())  # after its last update a run only acts
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -767,7 +758,7 @@ class Run(contextlib.AbstractContextManager):
         status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
-        last_step, closed = self.closed or (self.global_step, end)
+        last_step, closed = max(self.closed or (self.global_step, end), (first_step, opened))
         fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak

@@ -130,7 +130,7 @@ class Args:
 # ---- Environments ----
 def make_environments(args: Args) -> list[gym.Env]:
     """The environments; ends the program with exit status 2 if they can't be made."""
-    # Notices about the older -v4 models go neither to the terminal nor to a MUJOCO_LOG.TXT in the current folder
+    # Keeps MuJoCo's notices about the -v4 models out of the terminal and of a MUJOCO_LOG.TXT in this folder
     if importlib.util.find_spec("mujoco") is not None:
         import mujoco
 
@@ -147,7 +147,7 @@ def make_environments(args: Args) -> list[gym.Env]:
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
-    """Begins the first episodes; environments, values of --seed and steps resumed at share seeds only by chance."""
+    """First resets; each environment has a seed of its own, made of --seed and of the step resumed at (else 0)."""
     seeds = np.random.SeedSequence([seed, step]).generate_state(2 * len(envs)).tolist()
     for env, action_seed in zip(envs, seeds[len(envs) :], strict=True):
         env.action_space.seed(action_seed)
@@ -216,7 +216,7 @@ class ReplayRing:
         frequency = getattr(args, "train_frequency", 1)
         most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
         self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
-        # A truncation takes one slot more; should there be more than these, there is room for fewer transitions
+        # A truncation takes one more slot, for its last observation; with more of them fewer transitions fit
         truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
         self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
@@ -264,13 +264,13 @@ class ReplayRing:
         self.filled, self.added = self.filled + 1, self.added + 1
 
     def take_slot(self) -> int:
-        """The next slot. A transition whose own slot is taken soon is drawn no more, nor any older one."""
+        """The next slot. Transitions whose slots are taken again within `ahead` more are drawn no longer."""
         self.oldest = max(self.oldest, self.owners[(self.taken + self.ahead) % self.slots] + 1)
         self.taken += 1
         return (self.taken - 1) % self.slots
 
     def complete(self) -> None:
-        """Completes the staged rows, with the last of them in place of those that are missing."""
+        """Fills the free staged rows with copies of the last one, so that all can be sent."""
         self.host_rows[self.filled :] = self.host_rows[self.filled - 1]
         self.bounds[:] = self.oldest, self.added
         self.filled = 0
@@ -296,13 +296,13 @@ class ReplayRing:
         self.storage["slots"][row] = slots
 
     def draw(self, coming: int = 0) -> torch.Tensor:
-        """Ages, 0 for the newest, uniform over the ring when `coming` more are in it; [batches, batch_size]."""
+        """Random ages, 0 for the newest once `coming` more are in the ring, uniform; [batches, batch_size]."""
         oldest, newest = self.incoming[-1:, -2:].view(torch.int32).long().unbind(1)
         count = (newest + coming - oldest).clamp(1, self.capacity)
         return torch.randint(2**62, self.drawn.shape, device=self.device) % count
 
     def pick(self, ages: torch.Tensor, coming: int = 0) -> None:
-        """Makes the transitions of these ages, when `coming` more are in the ring, the batches that `sample` gives."""
+        """Chooses the batches for `sample` by age, as the ages will be once `coming` more transitions are added."""
         self.drawn.copy_(self.incoming[-1:, -1].view(torch.int32).long() + coming - 1 - ages)
         self.turn.zero_()
 
@@ -346,7 +346,7 @@ class ReplayRing:
 
 # ---- For compilation and capture ----
 class FusedLinear(nn.Linear):
-    """Compiled, adds its bias apart, as [None] keeps it: Inductor fuses that with what follows; addmm would copy it."""
+    """When compiled, keeps the bias out of addmm, which copies it, by [None]: Inductor fuses it with what follows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x @ self.weight.mT)[None] + self.bias)[0] if torch.compiler.is_compiling() else super().forward(x)
@@ -393,7 +393,7 @@ def use_onednn() -> None:
             return (decomposition.mm if a.ndim == 2 else decomposition.bmm)(a, b)
         if a.ndim == 3:
             return torch.stack([*map(torch.mm, a, b)])
-        # Behind [None][0] Inductor fuses nothing with it, for which it would take the weights to be constant
+        # [None][0] keeps Inductor from fusing what follows into it, which needs weights that are constant
         return gemm(a.contiguous(), b.mT, None, "none", [], "")[None][0]
 
     decomposition.decompositions |= {aten.mm.default: decompose, aten.bmm.default: decompose}
@@ -515,7 +515,7 @@ class CompiledTD3Agent(nn.Module):
         """
         self.buffer.write()
         action = self.explore(self.observation)
-        # Ages: of numbers drawn ahead Inductor would lose the copy made before the next draw (issue 198131 of PyTorch)
+        # Ages, not numbers: Inductor would overwrite these with the next draw before the copy (PyTorch's issue 198131)
         self.buffer.pick(self.next_ages, coming=self.args.num_envs)
         self.next_ages.copy_(self.buffer.draw(coming=2 * self.args.num_envs))
         must_wait = self.next_ages.min() < self.args.num_envs
@@ -672,7 +672,7 @@ def stored_args() -> Args:
     try:
         with contextlib.redirect_stderr(said):
             folder = tyro.cli(Args).resume
-    except SystemExit:  # of --help, or after a box of what is wrong: of its title and parts one line is made
+    except SystemExit:  # after --help, or an error, whose box on stderr becomes one line, without its title
         if said.getvalue():
             _, *parts = re.split("[─-]{4,}", re.sub("\x1b.*?m|[╭╮╰╯│]", "", said.getvalue()))
             print("error:", "; ".join(" ".join(part.split()) for part in parts if part.strip()), file=sys.stderr)
@@ -698,7 +698,7 @@ def stored_args() -> Args:
 
 @contextlib.contextmanager
 def room_for(args: Args) -> Iterator[None]:
-    """Ends the program with exit status 2 if there is no memory for what is made inside, of the sizes in `args`."""
+    """Ends the program with exit status 2, naming the size in `args` to lower, if memory runs out inside."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -710,7 +710,7 @@ def room_for(args: Args) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: Mapping) -> None:
-    """Writes a file, JSON or PyTorch's, beside the old one, which it replaces when it is whole and on the disk."""
+    """Writes JSON or a checkpoint as NAME.new, then renames it: the file is the old one or the new one, never half."""
     beside = path.with_name(f"{path.name}.new")
     try:
         with open(beside, "wb") as file:
@@ -776,16 +776,13 @@ class Run(contextlib.AbstractContextManager):
         folder = Path(self.args.output_dir, f"{'__'.join(stem)}__{int(time.time())}")
         try:
             folder.mkdir(parents=True)
-        except OSError as error:
-            if not os.path.isdir(folder):
-                fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
-            time.sleep(1)  # another run began within this second
-            return self.make_folder()
-        try:
             replace_file(folder / "config.json", vars(self.args) | self.about)
             self.open_files(folder, "w")
         except OSError as error:
-            shutil.rmtree(folder)
+            if isinstance(error, FileExistsError) and folder.is_dir():  # another run began within this second
+                time.sleep(1)
+                return self.make_folder()
+            shutil.rmtree(folder, ignore_errors=True)
             fail("output_dir", self.args.output_dir, f"must be a folder that can be written to ({error.strerror})")
         return folder
 
@@ -794,10 +791,9 @@ class Run(contextlib.AbstractContextManager):
         self.files = [open(folder / f"{name}.jsonl", mode, buffering=1) for name in ("metrics", "episodes")]
         try:
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError("in use by another run") from None
-        except OSError:
-            pass  # some network disks know no locks
+        except OSError as error:  # some network disks know no locks
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError("in use by another run") from None
 
     def reopen_folder(self) -> Path:
         """The folder `args.resume`, all as at its checkpoint; if that can't be, exit status 2 with nothing changed."""
@@ -850,7 +846,7 @@ class Run(contextlib.AbstractContextManager):
     def step(self, rewards: Sequence, terminated: Sequence, truncated: Sequence, env_ids: Sequence | None = None):
         """Counts one step of every environment, or of each of `env_ids`, and writes down the episodes that it ends."""
         self.global_step += len(rewards)
-        returns, lengths, lines = self.returns, self.lengths, []
+        returns, lengths = self.returns, self.lengths
         env_ids = range(len(rewards)) if env_ids is None else env_ids
         for i, reward, is_terminated, is_truncated in zip(env_ids, rewards, terminated, truncated, strict=True):
             returns[i] += float(reward)
@@ -858,11 +854,9 @@ class Run(contextlib.AbstractContextManager):
             if is_terminated or is_truncated:
                 total = returns[i] if math.isfinite(returns[i]) else None  # JSON has no other numbers
                 line = {"global_step": self.global_step, "return": total, "length": lengths[i]}
-                lines.append(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
+                self.files[1].write(json.dumps(line | {"terminated": bool(is_terminated)}) + "\n")
                 self.recent = [*self.recent[-99:], (total, lengths[i])] if total is not None else self.recent
                 returns[i], lengths[i], self.episodes = 0.0, 0, self.episodes + 1
-        if lines:
-            self.files[1].write("".join(lines))
 
     def end_step(self, losses: Mapping[str, torch.Tensor], **values: float) -> None:
         """Writes the line of metrics and the checkpoint that are due, and ends the run if a signal asked for that."""
@@ -872,12 +866,9 @@ class Run(contextlib.AbstractContextManager):
         if self.learned_at and self.window is None:
             burnin = min(self.args.measure_burnin, (total - self.learned_at) // 2)
             self.window = (step, self.now()) if step >= self.learned_at + burnin else None
-            if hasattr(self.args, "num_steps"):  # it closes at an update: after the last one a run only acts
-                self.closed = self.window
-        elif self.closed and has_learned:
-            self.closed = (step, self.now())
         if has_learned and hasattr(self.args, "num_steps"):
             self.finite(losses)  # before the policy acts again; with a replay it would wait for the GPU too often
+            self.closed = (step, self.now())  # after its last update a run only acts
         if step // LOG_EVERY > self.last_step // LOG_EVERY or step >= total:
             self.log(losses, values)
         if save_every and step // save_every > self.last_step // save_every:
@@ -944,7 +935,7 @@ class Run(contextlib.AbstractContextManager):
         status = "finished" if kind is None else "interrupted" if kind is KeyboardInterrupt or self.is_cut else "failed"
         end = time.perf_counter() if status == "failed" else self.now()
         first_step, opened = self.window or (self.global_step, end)
-        last_step, closed = self.closed or (self.global_step, end)
+        last_step, closed = max(self.closed or (self.global_step, end), (first_step, opened))
         fps = round((last_step - first_step) / (closed - opened), 2) if last_step > first_step else None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak
@@ -975,18 +966,9 @@ class Run(contextlib.AbstractContextManager):
 
 
 def check_replay(args: Args) -> None:
-    """Ends the program with exit status 2 if nothing would be learned, or a step does not fit into the replay."""
+    """Ends the program with exit status 2 if learning would never begin, or a step does not fit into the replay."""
     if args.learning_starts >= args.total_timesteps:
         fail("learning_starts", args.learning_starts, f"must be below --total-timesteps {args.total_timesteps}")
-    # DQN learns after the steps in which a multiple of train_frequency is reached, SAC and TD3 beside each step
-    at_once = 1 if hasattr(args, "slice_length") else args.num_envs  # with a memory not all environments take a step
-    last_step = -(-args.total_timesteps // at_once) * at_once
-    if (frequency := getattr(args, "train_frequency", 1)) > last_step:
-        fail("train_frequency", frequency, f"must be at most {last_step}, the last step")
-    last_due = -(-(last_step // frequency * frequency) // at_once) * at_once
-    last_due -= 1 if hasattr(args, "train_frequency") else at_once
-    if args.learning_starts > last_due:
-        fail("learning_starts", args.learning_starts, f"must be at most {last_due}, or no update comes after it")
     if args.buffer_size < args.num_envs:
         fail("buffer_size", args.buffer_size, f"must be at least --num-envs {args.num_envs}")
 

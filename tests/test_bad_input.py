@@ -183,55 +183,6 @@ def test_numbers_that_do_not_fit_each_other(refused, script):
     assert "--buffer-size 3" in err and "at least --num-envs 4" in err
 
 
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.startswith(("sac", "td3"))])
-def test_a_run_in_which_the_last_step_begins_before_learning_does(refused, script):
-    for num_envs, starts, last in ((64, 99, 64), (7, 99, 98)):
-        flags = ["--total-timesteps", 100, "--num-envs", num_envs, "--learning-starts", starts]
-        assert f"--learning-starts {starts}: must be at most {last}, or no update" in refused(script, *flags)
-
-
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script.startswith("dqn")])
-def test_a_run_in_which_no_update_is_due_after_learning_starts(refused, script):
-    for total, num_envs, starts, frequency, last in (
-        (109, 1, 100, 10, 99),
-        (111, 2, 110, 10, 109),
-        (95, 4, 90, 50, 51),
-    ):
-        flags = ["--total-timesteps", total, "--num-envs", num_envs, "--learning-starts", starts]
-        err = refused(script, *flags, "--train-frequency", frequency)
-        assert f"--learning-starts {starts}: must be at most {last}, or no update" in err
-
-
-@pytest.mark.parametrize("script", [script for script in [*SCRIPTS, *MEMORY] if script.startswith("dqn")])
-def test_a_train_frequency_that_is_never_reached(refused, script):
-    """With a memory some environments only reset: no step is as sure as that of --total-timesteps."""
-    err = refused(script, "--total-timesteps", 101, "--num-envs", 4, "--learning-starts", 0, "--train-frequency", 105)
-    assert f"--train-frequency 105: must be at most {101 if script in MEMORY else 104}, the last step" in err
-
-
-@pytest.mark.parametrize("script", ["sac_continuous_action", "td3_continuous_action", "dqn"])
-def test_a_run_is_refused_if_and_only_if_it_has_no_update(script, capsys):
-    module = importlib.import_module(script)
-    frequencies = (1, 2, 5, 12) if script == "dqn" else (None,)
-    sizes = itertools.product((1, 2, 3, 5), range(1, 18), range(18), frequencies)
-    for num_envs, total, starts, frequency in sizes:
-        args = SimpleNamespace(num_envs=num_envs, total_timesteps=total, learning_starts=starts, buffer_size=100)
-        if frequency is not None:
-            args.train_frequency = frequency
-        updates = 0
-        for begin in range(0, total, num_envs):  # steps of all environments, as `main` takes them
-            if frequency is None:
-                updates += begin >= starts
-            elif begin + num_envs > starts:
-                updates += module.times_due(begin + num_envs, num_envs, frequency)
-        try:
-            module.check_replay(args)
-            is_refused = False
-        except SystemExit:
-            is_refused = True
-        assert is_refused is (updates == 0 or starts >= total), (num_envs, total, starts, frequency)
-
-
 @pytest.mark.parametrize("script", [script for script in MEMORY if script.startswith("dqn")])
 @pytest.mark.parametrize(
     "flags, message",
