@@ -113,7 +113,7 @@ class Args:
     q_lr: Positive = 1e-3
     """Adam's learning rate for the critics and for α"""
     policy_frequency: Count = 2
-    """critic updates per policy update; SAC then makes that many in a row, and TD3 moves its targets"""
+    """critic updates per policy update, due from the first on; SAC makes that many in a row, TD3 moves its targets"""
     target_network_frequency: Count = 1
     """environment steps between updates of the target networks"""
     alpha: NonNegative = 0.2

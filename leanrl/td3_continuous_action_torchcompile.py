@@ -113,7 +113,7 @@ class Args:
     learning_rate: Positive = 3e-4
     """learning rate of Adam"""
     policy_frequency: Count = 2
-    """critic updates per policy update; SAC then makes that many in a row, and TD3 moves its targets"""
+    """critic updates per policy update, due from the first on; SAC makes that many in a row, TD3 moves its targets"""
     policy_noise: NonNegative = 0.2
     """standard deviation of the noise on the target policy's actions, as a share of half the action range"""
     noise_clip: NonNegative = 0.5
