@@ -585,7 +585,8 @@ def ray_pays_table(results: Path) -> str:
         found, columns = {}, sorted({line["steps"] for line in result["medians"]})
         for line in result["medians"]:
             cell = found.setdefault((line["kind"], line["actors"], line["duration"]), {}).setdefault(line["steps"], {})
-            cell[line["mode"]] = ray_scaling.percent(line["efficiency"])
+            is_busy = line["cores_busy"] > ray_scaling.SATURATED
+            cell[line["mode"]] = ray_scaling.percent(line["efficiency"]) + "†" * is_busy
         rows = []
         for (kind, actors, duration), by_steps in found.items():
             rows.append([f"{actors} {kind}", f"{duration:g} s"])
@@ -594,8 +595,9 @@ def ray_pays_table(results: Path) -> str:
         table = markdown(["actors", "a step", *(f"K = {steps:,}" for steps in columns)], rows, 1)
         note = "Lockstep → double-buffered: the share of the actors' time that is spent in steps. Measured: on one Ray"
         note += (
-            f" node; simulated: several nodes on one machine, without a network. From {source(path, results, result)}."
+            " node; simulated: several nodes on one machine, without a network. †: the machine's own cores were more"
         )
+        note += f" than 90 % busy. From {source(path, results, result)}."
         parts.append(f"{table}\n\n{note}")
     return "\n\n".join(parts) or "No results yet: `python benchmarks/ray_scaling.py` makes them."
 

@@ -1017,6 +1017,7 @@ def test_the_readmes_tables(result, tmp_path):
     (cells,) = re.findall(r"^\| 16 measured \| 0.01 s \| (.*) \|$", text, re.M)
     assert cells.startswith("38% → 62% | ") and len(cells.split(" | ")) == 4
     assert text.count("| 96 simulated |") == len({duration for duration, _ in SIZES})
+    assert "| 96 simulated | 0.001 s | 0.5%† → 0.5%† |" in text
     assert "| measured | 1 | 16 | lockstep | 1,000 |" in tables.TABLES["ray_fit"](results)
 
 
