@@ -2,9 +2,12 @@
 # The one entry point; `./run.sh help` tells what it does.
 set -euo pipefail
 
-root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+root="$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)"
 venv="$root/.venv"
 requirements="$root/requirements"
+
+export PIP_USER=0 # pip is to install into .venv, whatever else it is used to
+unset PIP_TARGET PIP_PREFIX PIP_ROOT
 
 main_script=sac_continuous_action_torchcompile
 main_steps=12000
@@ -189,6 +192,7 @@ import os, shutil, sys, sysconfig, torch
 compiler = (os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")).split()[0]
 header = os.path.join(sysconfig.get_path("include"), "Python.h")
 missing = [name for name, found in ((compiler, shutil.which(compiler)), (header, os.path.exists(header))) if not found]
+missing += ["a path without spaces"] * (" " in torch.__file__)  # Inductor hands it to the compiler unquoted
 if missing:
     print("run.sh: without --compile, which needs", " and ".join(missing), file=sys.stderr)
 else:

@@ -471,9 +471,12 @@ def check_args(args: Args) -> None:
         for allowed, low, high in sum(ranges, ()):
             if value is not None and not (isinstance(value, int | float) and low <= value <= high):
                 fail(argument.name, value, allowed)
+    has_cuda, compiler = args.cuda and torch.cuda.is_available(), os.environ.get("CXX", "g++").partition(" ")[0]
     for name in ("cudagraphs", "tf32"):
-        if getattr(args, name, False) and not (args.cuda and torch.cuda.is_available()):
+        if getattr(args, name, False) and not has_cuda:
             fail(name, True, "needs a CUDA device and --cuda")
+    if getattr(args, "compile", False) and not has_cuda and shutil.which(compiler) is None:
+        fail("compile", True, f"needs a C++ compiler, and there is no {compiler}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("track", True, "needs the wandb package: pip install wandb")
 
@@ -580,7 +583,9 @@ class Run(contextlib.AbstractContextManager):
                 fail("track", True, f"wandb can't start ({error})")
         about = {"total": args.total_timesteps, "initial": self.global_step, "unit": "step"}
         self.bar = tqdm(**about, disable=None, dynamic_ncols=True)
-        self.handlers = {number: signal.signal(number, self.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # started by nohup
+        numbers = (signal.SIGINT, signal.SIGTERM, *[signal.SIGHUP] * (not ignores_hangup))
+        self.handlers = {number: signal.signal(number, self.interrupt) for number in numbers}
 
     def make_folder(self) -> Path:
         """A new folder, with config.json and empty files of metrics and episodes."""
@@ -707,8 +712,9 @@ class Run(contextlib.AbstractContextManager):
         self.files[0].write(json.dumps(line) + "\n")
         if self.args.track:
             self.tracked.log(line, step=self.global_step)
-        self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
-        self.bar.update(self.global_step - self.bar.n)
+        if self.stop is None:  # else its terminal may be closed
+            self.bar.set_postfix_str(f"fps {fps:.0f}, return {line['episode_return']}", refresh=False)
+            self.bar.update(self.global_step - self.bar.n)
 
     def save(self) -> None:
         """Writes checkpoint.pt, or says why it can't; the one before is then still there."""
@@ -758,17 +764,21 @@ class Run(contextlib.AbstractContextManager):
         summary |= {"wall_seconds": round(end - self.start, 3), "episode_return": self.means()["episode_return"]}
         if self.global_step > self.first_step and not self.is_cut:
             self.save()
-        self.bar.close()
         with contextlib.suppress(OSError):  # a full disk
             replace_file(self.folder / "summary.json", summary | {"status": status})
             for file in self.files:
                 file.close()
-        if status == "finished" and not self.learned_at:
-            steps = self.global_step - self.first_step
-            print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
-        print(f"return {summary['episode_return']} (mean of the last {len(self.recent)} of {self.episodes} episodes)")
-        print(f"{fps or 'unmeasured'} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s")
-        print(f"{status} at step {self.global_step}: {self.folder}", flush=True)
+        episodes = f"mean of the last {len(self.recent)} of {self.episodes} episodes"
+        ending = f"{status} at step {self.global_step}: {self.folder}"
+        speed = f"{fps or 'unmeasured'} steps/s on {summary['device_name']}, warm-up {summary['warmup_seconds']} s"
+        try:
+            self.bar.close()
+            if status == "finished" and not self.learned_at:
+                steps = self.global_step - self.first_step
+                print(f"no update in these {steps} steps: a replay or a rollout has to be full first", file=sys.stderr)
+            print(f"return {summary['episode_return']} ({episodes})", speed, ending, sep="\n", flush=True)
+        except OSError:  # nobody reads it: a closed terminal, or a `tee` that the same Ctrl-C has ended
+            sys.stdout = None  # or Python would try again as it exits
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if status == "interrupted":

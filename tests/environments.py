@@ -197,6 +197,7 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         ("Chancy", {"chancy": True}),
         ("Interrupting", {"signal_at": 90, "number": signal.SIGINT}),
         ("Terminating", {"signal_at": 90, "number": signal.SIGTERM}),
+        ("HangingUp", {"signal_at": 90, "number": signal.SIGHUP}),
     ):
         gym.register(f"{name}{kind}-v0", Counter, kwargs={"discrete": is_discrete, **kwargs})
     for name, (observations, actions) in SPACES.items():

@@ -390,6 +390,12 @@ def test_a_resume_of_no_folder(refused, script):
         assert err.startswith(f"error: --resume {folder}".rstrip()) and "must be the folder of a run" in err
 
 
+@pytest.mark.parametrize("script", [script for script in ALL if script.endswith("_torchcompile")])
+def test_compile_without_a_compiler(refused, monkeypatch, script):
+    monkeypatch.setenv("CXX", "/no/such/c++ -O2")
+    assert refused(script, "--compile") == "error: --compile True: needs a C++ compiler, and there is no /no/such/c++\n"
+
+
 @pytest.mark.parametrize("script", ALL)
 def test_track_without_wandb(refused, monkeypatch, script):
     find_spec = importlib.util.find_spec

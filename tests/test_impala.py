@@ -1272,12 +1272,13 @@ def test_a_removed_node_costs_its_fragments_and_no_nodes_the_run(launch, cluster
 
 
 def processes_of(session):
-    """The processes of a session, by number."""
+    """The processes of a session, by number, without those that have ended and wait for init to notice."""
     stats = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
             stats.append(path.read_text())
-    return [int(stat.split()[0]) for stat in stats if stat.rpartition(")")[2].split()[3] == str(session)]
+    states = {int(stat.split()[0]): stat.rpartition(")")[2].split() for stat in stats}
+    return [pid for pid, state in states.items() if state[3] == str(session) and state[:2] != ["Z", "1"]]
 
 
 def actors_of(session):

@@ -5,10 +5,13 @@ import importlib
 import importlib.machinery
 import json
 import math
+import os
+import pty
 import resource
 import shutil
 import signal
 import sys
+import termios
 import time
 from types import SimpleNamespace
 
@@ -428,6 +431,20 @@ def test_a_signal_interrupts(launch, script, name, number):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_interrupts_but_under_nohup(launch, ignored):
+    wanted = signal.SIG_IGN if ignored else signal.default_int_handler  # its own would end the tests
+    before = signal.signal(signal.SIGHUP, wanted)
+    try:
+        run = launch("dqn", *small("dqn", 30), env_id="HangingUp", raises=None if ignored else SystemExit)
+        assert signal.getsignal(signal.SIGHUP) == wanted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.summary["status"] == ("finished" if ignored else "interrupted")
+    assert (run.summary["global_step"] > 90) == ignored and (run.folder / "checkpoint.pt").exists()
+    assert ignored or run.error.code == 128 + signal.SIGHUP
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_while_the_summary_is_made(launch, monkeypatch, second):
     getrusage = resource.getrusage
@@ -475,6 +492,34 @@ def wait_for_learning(process, folder):
                 return
         time.sleep(0.05)
     raise AssertionError(process.communicate())
+
+
+def test_a_terminal_that_is_closed(start, tmp_path):
+    """The bar, which it had shown, and the last lines can't be written any more; the files can."""
+    terminal, own = pty.openpty()
+    termios.tcsetwinsize(own, (24, 200))
+    flags = ["--env-id", "CartPole-v1", "--learning-starts", 100, "--batch-size", 8]
+    process = start("dqn.py", *flags, before=["setsid", "--ctty"], cwd=tmp_path, stdin=own, stdout=own, stderr=own)
+    os.close(own)
+    bar = b""
+    while b"return" not in bar:
+        bar += os.read(terminal, 10_000)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    run = read_run(tmp_path / "runs")
+    assert run.summary["status"] == "interrupted" and run.summary["global_step"] > 0
+    assert (run.folder / "checkpoint.pt").exists()
+
+
+def test_nobody_reads_the_last_lines(start, tmp_path):
+    """As where the same Ctrl-C has ended the `tee` behind a run."""
+    read, write = os.pipe()
+    process = start("ppo.py", "--total-timesteps", 600, "--output-dir", tmp_path, stdout=write)
+    os.close(read)
+    os.close(write)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == ""
+    assert read_run(tmp_path).summary["status"] == "finished"
 
 
 @pytest.mark.parametrize(

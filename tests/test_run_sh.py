@@ -27,6 +27,7 @@ $2" ;;
     "-m pip")
         [[ $3 == install ]] || exit 0
         echo "pip $*" >>"$LOG"
+        [[ -z ${PIP_TARGET:-} && ${PIP_USER:-0} == 0 ]] || echo "elsewhere" >>"$LOG"
         half="$(dirname -- "$0")/../half"
         [[ ! -e $half ]] || { echo "pip in a half-made .venv" >>"$LOG"; exit 1; }
         touch "$half"
@@ -106,6 +107,18 @@ def refusal(result: tuple[str, str]) -> str:
     out, error = result
     assert out == "" and error.count("\n") == 1, "a refusal is one line on stderr"
     return error
+
+
+def test_pip_installs_into_venv_alone(copy):
+    copy.run("setup", PIP_TARGET="/elsewhere", PIP_USER="1")
+    assert "pip" in (log := copy.log()) and "elsewhere" not in log
+
+
+def test_a_link_to_it(copy):
+    link = copy.elsewhere / "run"
+    link.symlink_to(copy.root / "run.sh")
+    out = subprocess.run([link, "help"], env=copy.environment, capture_output=True, text=True, check=True).stdout
+    assert "Scripts: atari dqn fleet" in out
 
 
 @pytest.mark.parametrize("word", ["help", "-h", "--help"])
