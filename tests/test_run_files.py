@@ -499,7 +499,9 @@ def test_a_terminal_that_is_closed(start, tmp_path):
     terminal, own = pty.openpty()
     termios.tcsetwinsize(own, (24, 200))
     flags = ["--env-id", "CartPole-v1", "--learning-starts", 100, "--batch-size", 8]
-    process = start("dqn.py", *flags, before=["setsid", "--ctty"], cwd=tmp_path, stdin=own, stdout=own, stderr=own)
+    options = {"cwd": tmp_path, "stdin": own, "stdout": own, "stderr": own}
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    process = start("dqn.py", *flags, before=["setsid", "--ctty"], **options)
     os.close(own)
     bar = b""
     while b"return" not in bar:
