@@ -99,7 +99,7 @@ class Args:
     measure_burnin: Natural = 100
     """environment steps after the first update before fps is measured"""
     save_every: Natural = 0
-    """environment steps between two checkpoints; 0: one at the end, which Ctrl-C, SIGTERM and failures also make"""
+    """environment steps between two checkpoints; 0: one at the end, also after Ctrl-C, SIGTERM, SIGHUP or a failure"""
     resume: str | None = None
     """folder of the run to go on with, under its own arguments; environments begin new episodes, PPO a new rollout"""
 
