@@ -185,7 +185,7 @@ def make_vector(args: Args, seeds: Sequence[int]):
         if isinstance(error, gym.error.Error | ImportError) and not is_known and not is_missing:
             nearest = ", ".join(difflib.get_close_matches(args.env_id, known, cutoff=0.4)) or "none"
             problem = f"no such environment; nearest names: {nearest}"
-        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+        fail("env_id", args.env_id, f"{problem} ({(str(error).strip() or repr(error)).partition(chr(10))[0]})")
 
 
 class NoCodeError(Exception):
@@ -1484,7 +1484,7 @@ class Run(contextlib.AbstractContextManager):
                 if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
                     raise ValueError(f"{Path(file.name).name} is not what it was at the checkpoint")
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-            reason = str(error).partition("\n")[0] or repr(error)
+            reason = (str(error).strip() or repr(error)).partition("\n")[0]
             fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
         if self.global_step >= self.args.total_timesteps:
             fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")

@@ -603,7 +603,7 @@ class Run(contextlib.AbstractContextManager):
                 if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
                     raise ValueError(f"{Path(file.name).name} is not what it was at the checkpoint")
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-            reason = str(error).partition("\n")[0] or repr(error)
+            reason = (str(error).strip() or repr(error)).partition("\n")[0]
             fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
         if self.global_step >= self.args.total_timesteps:
             fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")

@@ -141,7 +141,7 @@ def make_environments(args: Args) -> list[gym.Env]:
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id.rpartition(":")[2] in gym.registry
         problem = "this environment can't be made" if is_known else f"no such environment; nearest names: {nearest}"
-        fail("env_id", args.env_id, f"{problem} ({str(error).partition(chr(10))[0]})")
+        fail("env_id", args.env_id, f"{problem} ({(str(error).strip() or repr(error)).partition(chr(10))[0]})")
 
 
 def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np.ndarray]:
@@ -743,7 +743,7 @@ class Run(contextlib.AbstractContextManager):
                 if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
                     raise ValueError(f"{Path(file.name).name} is not what it was at the checkpoint")
         except Exception as error:  # for a damaged checkpoint torch.load raises errors of any kind
-            reason = str(error).partition("\n")[0] or repr(error)
+            reason = (str(error).strip() or repr(error)).partition("\n")[0]
             fail("resume", folder, f"must be the folder of a run with a whole checkpoint.pt ({reason})")
         if self.global_step >= self.args.total_timesteps:
             fail("total_timesteps", self.args.total_timesteps, f"must be above the {self.global_step} made before")

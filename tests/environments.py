@@ -155,8 +155,8 @@ class Counter(gym.Env):
 
 
 class Unmakeable(gym.Env):
-    def __init__(self, error=PermissionError):
-        raise error("no licence")
+    def __init__(self, error=PermissionError, words=("no licence",)):
+        raise error(*words)
 
 
 class Spaces(gym.Env):
@@ -208,3 +208,4 @@ gym.register("Unimportable-v0", "no_such_module:Environment")
 gym.register("Unmakeable-v0", Unmakeable)
 gym.register("Unlicensed-v0", Unmakeable, kwargs={"error": gym.error.Error})
 gym.register("Leaving-v0", Unmakeable, kwargs={"error": SystemExit})
+gym.register("Wordless-v0", Unmakeable, kwargs={"error": AssertionError, "words": ()})
