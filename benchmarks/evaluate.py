@@ -314,6 +314,7 @@ def make_env(
     if hasattr(module, "make_pool"):
         return (f"ALE/{env_id}", make_twin(f"ALE/{env_id}")) if with_pictures else (env_id, Game(module, env_id))
     (env,) = module.make_environments(module.Args(env_id=env_id, num_envs=1))
+    is_flattened = isinstance(env, gym.wrappers.FlattenObservation)
     if with_pictures:
         try:
             if os.environ.get("MUJOCO_GL") == "disabled" and "mujoco" in str(env.spec.entry_point):
@@ -321,6 +322,7 @@ def make_env(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
+                env = gym.wrappers.FlattenObservation(env) if is_flattened else env
             if hasattr(env.unwrapped, "mujoco_renderer"):  # Gymnasium 1.4's default camera stays where it is
                 import mujoco
 

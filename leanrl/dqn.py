@@ -128,7 +128,12 @@ def make_environments(args: Args) -> list[gym.Env]:
     sys.path.append(os.getcwd())  # for a `module:Id`
     try:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+            envs = [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
+            space = envs[0].observation_space
+            # A Dict of vectors, as dm_control's tasks and those with a goal have, becomes one vector
+            if isinstance(space, gym.spaces.Dict) and all(isinstance(part, gym.spaces.Box) for part in space.values()):
+                envs = [gym.wrappers.FlattenObservation(env) for env in envs]
+            return envs
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id.rpartition(":")[2] in gym.registry
@@ -791,7 +796,7 @@ def check_discrete_spaces(args: Args, env: gym.Env) -> None:
     """Ends the program with exit status 2 unless observations are vectors and actions are 0, 1, …, n - 1."""
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
-        fail("env_id", args.env_id, f"its observations must be a one-dimensional Box, not {observations}")
+        fail("env_id", args.env_id, f"its observations must be a 1-D Box or a Dict of Boxes, not {observations}")
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         fail("env_id", args.env_id, f"its actions must be Discrete and start at 0, not {actions}")
 

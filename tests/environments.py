@@ -154,6 +154,20 @@ class Counter(gym.Env):
         return observation, reward, terminated, truncated, {}
 
 
+class InParts(gym.ObservationWrapper):
+    """A `Counter` whose observations are Dicts, in parts of several shapes, that make the same vectors if flattened."""
+
+    def __init__(self, **kwargs):
+        super().__init__(Counter(**kwargs))
+        parts = {"b": (1, 1), "a": (2,)}  # which Gymnasium sorts by their names
+        self.observation_space = gym.spaces.Dict(
+            {name: gym.spaces.Box(-np.inf, np.inf, shape, np.float64) for name, shape in parts.items()}
+        )
+
+    def observation(self, observation):
+        return {"b": observation[None, 2:], "a": observation[:2]}
+
+
 class Unmakeable(gym.Env):
     def __init__(self, error=PermissionError, words=("no licence",)):
         raise error(*words)
@@ -168,7 +182,7 @@ class Spaces(gym.Env):
 
 VECTOR, BOX, DISCRETE = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
 SPACES = {  # name: observation space, action space
-    "DictObservation": (gym.spaces.Dict({"a": VECTOR, "b": VECTOR}), None),
+    "DictObservation": (gym.spaces.Dict({"a": VECTOR, "b": gym.spaces.Text(9)}), None),
     "TupleObservation": (gym.spaces.Tuple((VECTOR, VECTOR)), None),
     "DiscreteObservation": (gym.spaces.Discrete(9), None),
     "PixelObservation": (gym.spaces.Box(0, 255, (8, 8, 3), np.uint8), None),
@@ -200,6 +214,7 @@ for kind, is_discrete, space in (("Continuous", False, BOX), ("Discrete", True, 
         ("HangingUp", {"signal_at": 90, "number": signal.SIGHUP}),
     ):
         gym.register(f"{name}{kind}-v0", Counter, kwargs={"discrete": is_discrete, **kwargs})
+    gym.register(f"InParts{kind}-v0", InParts, kwargs={"discrete": is_discrete})
     for name, (observations, actions) in SPACES.items():
         gym.register(
             f"{name}{kind}-v0", Spaces, kwargs={"observation_space": observations, "action_space": actions or space}

@@ -1,4 +1,7 @@
-"""Actions reach an environment in the type of its space and within its bounds; those of PPO's policy fill its range."""
+"""Actions reach an environment in the type of its space and within its bounds; those of PPO's policy fill its range.
+
+Observations that are a Dict of Boxes, as dm_control's are, reach the agent as one vector.
+"""
 
 import sys
 from pathlib import Path
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import environments
 import test_run_files
 from ppo_continuous_action import ActionRange
 
@@ -17,6 +21,7 @@ import evaluate
 SIZES = ["--total-timesteps", 320, "--num-envs", 2, "--fragment-length", 8, "--batch-fragments", 2]
 DISCRETE = ["dqn", "dqn_memory", "ppo", "ppo_memory", "impala_ray", "appo_ray"]
 SCRIPTS = ["sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "ppo_memory", "appo_ray"]
+VECTORS = [*SCRIPTS[:3], "appo_ray", "appo_ray Discrete", "dqn", "ppo", "impala_ray"]
 
 
 class Typed(gym.Env):
@@ -62,6 +67,22 @@ def check(launch, script, name):
     assert run.summary["status"] == "finished" and len(run.episodes) > 20 and run.summary["updates"] > 0
     evaluate.main(evaluate.Args((run.folder,), episodes=1))
     assert (run.folder / "eval.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("end", ["", "_torchcompile"])
+@pytest.mark.parametrize("script", VECTORS)
+def test_a_dict_of_boxes_is_one_vector(launch, tmp_path, script, end):
+    """The run is the one with these vectors, loss by loss; its agent can be scored and exported."""
+    name, _, kind = script.partition(" ")
+    kind, sizes = kind or environments.kind_of(name), SIZES if "ray" in name else test_run_files.small(name)
+    runs = [launch(name + end, *sizes, env_id=f"{env_id}{kind}-v0") for env_id in ("InParts", "Counter")]
+    for run in runs:
+        for line in run.metrics:
+            del line["wall_time"], line["fps"]
+    assert runs[0].summary["updates"] > 0 and runs[0].episodes == runs[1].episodes
+    assert runs[0].metrics == runs[1].metrics
+    evaluate.main(evaluate.Args((runs[0].folder,), episodes=1, export=tmp_path / "policy.pt2"))
+    assert (tmp_path / "policy.pt2").exists()
 
 
 @pytest.mark.parametrize("name", ["float32", "float64"])

@@ -86,6 +86,15 @@ class Drawn(Seeded):
         return np.zeros((401, 641, 3), np.uint8)
 
 
+class DrawnInADict(gym.ObservationWrapper):
+    def __init__(self, render_mode=None):
+        super().__init__(Drawn(render_mode))
+        self.observation_space = gym.spaces.Dict({"seen": self.env.observation_space})
+
+    def observation(self, observation):
+        return {"seen": observation}
+
+
 class Sees(gym.Env):
     """Shows elements of a space; episodes of 3 steps, or of more."""
 
@@ -132,6 +141,7 @@ for kind, is_discrete in (("Continuous", False), ("Discrete", True)):
     for name, worth in (("Seeded", 1.0), ("Generous", 2.0), ("Hopeless", float("nan"))):
         gym.register(f"{name}{kind}-v0", Seeded, kwargs={"discrete": is_discrete, "worth": worth})
 gym.register("DrawnContinuous-v0", Drawn)
+gym.register("DrawnInADict-v0", DrawnInADict)
 gym.register("BlindContinuous-v0", Blind)
 
 
@@ -605,10 +615,11 @@ def frames_of(path):
     return [np.frombuffer(frame, np.uint8).reshape(height, width, 3) for frame in reader]
 
 
-def test_video_has_every_step_with_the_return(folder_of, undisplayed):
+@pytest.mark.parametrize("env_id", ["DrawnContinuous-v0", "DrawnInADict-v0"])
+def test_video_has_every_step_with_the_return(folder_of, undisplayed, env_id):
     pytest.importorskip("imageio_ffmpeg")
     folder = folder_of(SAC)
-    run(folder, "--video", "--episodes", 3, "--env-id", "DrawnContinuous-v0")
+    run(folder, "--video", "--episodes", 3, "--env-id", env_id)
     frames = frames_of(folder / "video.mp4")
     assert len(frames) == sum(line["length"] + 1 for line in lines_of(folder))
     assert frames[0].shape == (400, 640, 3)
