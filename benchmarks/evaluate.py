@@ -104,12 +104,17 @@ class ScaledPolicy(nn.Module):
 
 
 class Range(nn.Module):
-    """A policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+    """A policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds.
+
+    A range without an end, or nearly so, is taken as if it were [-1, 1], but for the clipping.
+    """
 
     def __init__(self, space: gym.spaces.Box):
         super().__init__()
         low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
-        bounds = {"low": low, "high": high, "middle": low / 2 + high / 2, "half_width": high / 2 - low / 2}
+        is_endless = high.double() - low.double() > 2e9  # dm_control writes ±1e10 for no limit
+        start, end = low.masked_fill(is_endless, -1), high.masked_fill(is_endless, 1)
+        bounds = {"low": low, "high": high, "middle": start / 2 + end / 2, "half_width": end / 2 - start / 2}
         for name, bound in bounds.items():
             self.register_buffer(name, bound)
 

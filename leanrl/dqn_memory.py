@@ -215,11 +215,16 @@ def encoder(space: gym.Space) -> Callable:
 
 
 class ActionRange:
-    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds.
+
+    A range without an end, or nearly so, is taken as if it were [-1, 1], but for the clipping.
+    """
 
     def __init__(self, space: gym.spaces.Box):
         self.low, self.high = space.low[None], space.high[None]  # for [1, A] NumPy is faster than at broadcasting
-        self.middle, self.half_width = self.low / 2 + self.high / 2, self.high / 2 - self.low / 2
+        is_endless = np.subtract(self.high, self.low, dtype=np.float64) > 2e9  # dm_control writes ±1e10 for no limit
+        low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
+        self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
         """[N, A] -> [N, A], of the space's type."""
@@ -248,9 +253,9 @@ class Environments:
             self.observation_space, space = self.envs.single_observation_space, self.envs.single_action_space
         self.action_space = space
         self.is_discrete = isinstance(space, gym.spaces.Discrete)
-        is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
+        is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
         if not self.is_discrete and not (is_vector and space.shape[0] and np.issubdtype(space.dtype, np.floating)):
-            actions = "its actions must be Discrete or a one-dimensional float Box with bounds"
+            actions = "its actions must be Discrete or a one-dimensional float Box"
             fail("env_id", args.env_id, f"{actions}, not {space}")
         if not self.is_minigrid and self.envs.metadata.get("autoreset_mode") != gym.vector.AutoresetMode.NEXT_STEP:
             fail("env_id", args.env_id, "its vector environment must reset in the step after an episode's end")

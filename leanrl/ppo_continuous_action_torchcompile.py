@@ -158,11 +158,16 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
 
 
 class ActionRange:
-    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds."""
+    """The policy's actions as the space's own: in units of half its range, from its middle, clipped to its bounds.
+
+    A range without an end, or nearly so, is taken as if it were [-1, 1], but for the clipping.
+    """
 
     def __init__(self, space: gym.spaces.Box):
         self.low, self.high = space.low[None], space.high[None]  # for [1, A] NumPy is faster than at broadcasting
-        self.middle, self.half_width = self.low / 2 + self.high / 2, self.high / 2 - self.low / 2
+        is_endless = np.subtract(self.high, self.low, dtype=np.float64) > 2e9  # dm_control writes ±1e10 for no limit
+        low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
+        self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
         """[N, A] -> [N, A], of the space's type."""
@@ -908,13 +913,13 @@ def check_rollout(args: Args, steps: int) -> None:
 
 
 def check_continuous_spaces(args: Args, env: gym.Env) -> None:
-    """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
+    """Ends the program with exit status 2 unless observations and actions are vectors."""
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
         fail("env_id", args.env_id, f"its observations must be a 1-D Box or a Dict of Boxes, not {observations}")
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.shape[0]
-    if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
-        fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
+    if not is_vector or not np.issubdtype(actions.dtype, np.floating):
+        fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box, not {actions}")
 
 
 if __name__ == "__main__":

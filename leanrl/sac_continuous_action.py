@@ -910,13 +910,13 @@ def announce_replay(args: Args, buffer, device: torch.device) -> None:
 
 
 def check_continuous_spaces(args: Args, env: gym.Env) -> None:
-    """Ends the program with exit status 2 unless observations are vectors and actions bounded vectors."""
+    """Ends the program with exit status 2 unless observations and actions are vectors."""
     observations, actions = env.observation_space, env.action_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
         fail("env_id", args.env_id, f"its observations must be a 1-D Box or a Dict of Boxes, not {observations}")
     is_vector = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.shape[0]
-    if not is_vector or not actions.is_bounded() or not np.issubdtype(actions.dtype, np.floating):
-        fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box with bounds, not {actions}")
+    if not is_vector or not np.issubdtype(actions.dtype, np.floating):
+        fail("env_id", args.env_id, f"its actions must be a one-dimensional float Box, not {actions}")
 
 
 if __name__ == "__main__":

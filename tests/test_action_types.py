@@ -27,12 +27,12 @@ VECTORS = [*SCRIPTS[:3], "appo_ray", "appo_ray Discrete", "dqn", "ppo", "impala_
 class Typed(gym.Env):
     """Episodes of seven steps, each of which asserts that its action is of the space and of its type."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, low=(-2, 0.25), high=(0.5, 1)):
         self.observation_space = gym.spaces.Box(-1, 1, (3,))
         if dtype.kind == "i":
             self.action_space = gym.spaces.Discrete(3, dtype=dtype)
             return
-        self.action_space = gym.spaces.Box(np.array([-2, 0.25], dtype), np.array([0.5, 1], dtype), dtype=dtype)
+        self.action_space = gym.spaces.Box(np.array(low, dtype), np.array(high, dtype), dtype=dtype)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -41,18 +41,27 @@ class Typed(gym.Env):
 
     def step(self, action):
         assert self.action_space.contains(action) and action.dtype == self.action_space.dtype, repr(action)
+        assert (abs(action) < 10).all(), "the policy's actions are of this size"
         self.t += 1
         return self.np_random.uniform(-1, 1, 3).astype(np.float32), float(action.sum()), False, self.t == 7, {}
 
 
 for name in ("float16", "float32", "float64", "int32", "int64"):
     gym.register(f"Typed{name}-v0", Typed, kwargs={"dtype": np.dtype(name)})
+ENDLESS = {"low": (-np.inf, -1e10, 0, -np.inf), "high": (np.inf, 1e10, np.inf, 1)}
+gym.register("Typedendless-v0", Typed, kwargs={"dtype": np.dtype("float32"), **ENDLESS})
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("script", [script + end for script in SCRIPTS for end in ("", "_torchcompile")])
 def test_actions_have_the_type_of_their_space(launch, script, name):
     check(launch, script, name)
+
+
+@pytest.mark.parametrize("script", [script + end for script in SCRIPTS[2:] for end in ("", "_torchcompile")])
+def test_ranges_without_an_end(launch, script):
+    """PPO's policy fills none of them."""
+    check(launch, script, "endless")
 
 
 @pytest.mark.parametrize("name", ["int32", "int64"])
@@ -87,12 +96,15 @@ def test_a_dict_of_boxes_is_one_vector(launch, tmp_path, script, end):
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
 def test_range_of_a_policy_in_units_of_half_the_space_s(name):
-    low, high = np.array([[-1, 10, -0.01, 4], [1, 20, 0.01, 4]], name)
+    low = np.array([-1, 10, -0.01, 4, *ENDLESS["low"]], name)
+    high = np.array([1, 20, 0.01, 4, *ENDLESS["high"]], name)
     space = gym.spaces.Box(low, high, dtype=name)
-    rows = np.float32([[0] * 4, [1] * 4, [-1] * 4, [0.5] * 4, [7] * 4, [-7] * 4, [0.3] * 4])
+    rows = np.float32([[0] * 8, [1] * 8, [-1] * 8, [0.5] * 8, [7] * 8, [-7] * 8, [0.3] * 8])
     taken = ActionRange(space)(rows)
     middle = np.array([0, 15, 0, 4], name)
-    expected = [middle, high, low, (middle + high) / 2, high, low, middle + np.float32(0.3) * (high - middle)]
+    expected = np.stack([middle, high[:4], low[:4], (middle + high[:4]) / 2, high[:4], low[:4], middle])
+    expected[-1] += np.float32(0.3) * (high[:4] - middle)
+    expected = np.concatenate([expected, rows[:, 4:].clip(low[4:], high[4:])], 1)
     np.testing.assert_allclose(taken, expected, rtol=1e-6)
     assert taken.dtype == name and all(space.contains(row) for row in taken)
     np.testing.assert_array_equal(taken[:, 0], rows[:, 0].clip(-1, 1), "where the range is [-1, 1], only clipped")
