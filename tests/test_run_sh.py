@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -14,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Stands in for Python, outside and inside .venv, so that a test needs no network: `-m venv` makes a folder with this
 # file in it, `-m pip install` writes a line into the log (and fails when asked to, or waits for tenths of a second),
-# `-c` is real Python, which believes it is this file and of version 3.$MINOR. Anything else prints the arguments.
+# `-c` is real Python, which believes it is this file and of version 3.$MINOR, and so is `-`. Anything else prints the
+# arguments.
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 trap 'exit 130' INT  # bash alone may take a Ctrl-C for its child's affair and go on; pip does not
@@ -34,6 +36,7 @@ $2" ;;
         for ((i = 0; i < ${PIP_WAITS:-0}; i++)); do sleep 0.1; done  # bash puts a trap off until a command has ended
         if [[ -n ${PIP_FAILS:-} ]]; then exit 1; fi
         rm "$half" ;;
+    "- ") exec "$REAL_PYTHON" - ;;
     *) echo "ran: $*" ;;
 esac
 """
@@ -107,6 +110,30 @@ def refusal(result: tuple[str, str]) -> str:
     out, error = result
     assert out == "" and error.count("\n") == 1, "a refusal is one line on stderr"
     return error
+
+
+@pytest.mark.skipif(not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="needs Python's headers")
+@pytest.mark.parametrize("has_cuda", [False, True])
+@pytest.mark.parametrize(
+    "folder, compiler, missing",
+    [
+        ("packages", "sh", None),
+        ("packages", "sh -O2", None),
+        ("packages", "no-such-compiler", "no-such-compiler"),
+        ("all packages", "sh", "a path without spaces"),
+    ],
+)
+def test_the_main_job_has_the_flags_that_can_be(copy, folder, compiler, missing, has_cuda):
+    script = copy.root / "leanrl" / "sac_continuous_action_torchcompile.py"
+    script.write_text("")
+    packages = copy.elsewhere / folder
+    packages.mkdir()
+    (packages / "torch.py").write_text(f"class cuda:\n    is_available = staticmethod(lambda: {has_cuda})\n")
+    out, error = copy.run(PYTHONPATH=str(packages), CXX=compiler)
+    flags = ["--compile"] * (missing is None) + ["--cudagraphs"] * has_cuda
+    assert out.split("ran: ")[1].split()[-len(flags) - 2 :] == [*flags, "--total-timesteps", "12000"]
+    assert str(script) in out and ("without --compile" in error) == (missing is not None)
+    assert missing is None or f"needs {missing}\n" in error
 
 
 def test_pip_installs_into_venv_alone(copy):
