@@ -41,6 +41,7 @@ import resource
 import shutil
 import signal
 import sys
+import sysconfig
 import time
 import warnings
 import zipfile
@@ -1327,8 +1328,10 @@ def check_args(args: Args) -> None:
     for name in ("cudagraphs", "tf32"):
         if getattr(args, name, False) and not has_cuda:
             fail(name, True, "needs a CUDA device and --cuda")
-    if getattr(args, "compile", False) and not has_cuda and shutil.which(compiler) is None:
-        fail("compile", True, f"needs a C++ compiler, and there is no {compiler}")
+    if getattr(args, "compile", False) and not has_cuda:
+        header = os.path.join(sysconfig.get_path("include"), "Python.h")
+        if shutil.which(compiler) is None or not os.path.exists(header):
+            fail("compile", True, f"needs the C++ compiler {compiler} and {header}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("track", True, "needs the wandb package: pip install wandb")
 

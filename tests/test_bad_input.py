@@ -12,6 +12,7 @@ import resource
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,9 +396,13 @@ def test_a_resume_of_no_folder(refused, script):
 
 
 @pytest.mark.parametrize("script", [script for script in ALL if script.endswith("_torchcompile")])
-def test_compile_without_a_compiler(refused, monkeypatch, script):
+def test_compile_without_what_it_needs(refused, monkeypatch, script):
     monkeypatch.setenv("CXX", "/no/such/c++ -O2")
-    assert refused(script, "--compile") == "error: --compile True: needs a C++ compiler, and there is no /no/such/c++\n"
+    assert refused(script, "--compile").startswith("error: --compile True: needs the C++ compiler /no/such/c++ and /")
+    monkeypatch.delenv("CXX")
+    get_path = sysconfig.get_path
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/no/such" if name == "include" else get_path(name))
+    assert refused(script, "--compile") == "error: --compile True: needs the C++ compiler g++ and /no/such/Python.h\n"
 
 
 @pytest.mark.parametrize("script", ALL)
