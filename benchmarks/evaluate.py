@@ -112,7 +112,7 @@ class Range(nn.Module):
     def __init__(self, space: gym.spaces.Box):
         super().__init__()
         low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
-        is_endless = high.double() - low.double() > 2e9  # dm_control writes ±1e10 for no limit
+        is_endless = (high / 2 - low / 2).double() > 1e9  # dm_control writes ±1e10 for no limit
         start, end = low.masked_fill(is_endless, -1), high.masked_fill(is_endless, 1)
         bounds = {"low": low, "high": high, "middle": start / 2 + end / 2, "half_width": end / 2 - start / 2}
         for name, bound in bounds.items():
@@ -319,15 +319,13 @@ def make_env(
     if hasattr(module, "make_pool"):
         return (f"ALE/{env_id}", make_twin(f"ALE/{env_id}")) if with_pictures else (env_id, Game(module, env_id))
     (env,) = module.make_environments(module.Args(env_id=env_id, num_envs=1))
-    is_flattened = isinstance(env, gym.wrappers.FlattenObservation)
     if with_pictures:
         try:
             if os.environ.get("MUJOCO_GL") == "disabled" and "mujoco" in str(env.spec.entry_point):
                 raise OSError("no renderer works")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
-                env = gym.wrappers.FlattenObservation(env) if is_flattened else env
+                env = module.with_vectors(gym.make(env_id, render_mode="rgb_array", disable_env_checker=True))
             if hasattr(env.unwrapped, "mujoco_renderer"):  # Gymnasium 1.4's default camera stays where it is
                 import mujoco
 

@@ -158,6 +158,18 @@ class Args:
 
 
 # ---- Environments ----
+def with_vectors(env: gym.Env) -> gym.Env:
+    """The environment; a Dict of Boxes, which dm_control's tasks and those with a goal show, becomes one vector."""
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Dict) or {type(part) for part in space.values()} != {gym.spaces.Box}:
+        return env
+
+    def flat(observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.ravel(observation[name]) for name in space])  # of whatever type they are in truth
+
+    return gym.wrappers.TransformObservation(env, flat, gym.spaces.flatten_space(space))
+
+
 def make_environments(args: Args) -> list[gym.Env]:
     """The environments; ends the program with exit status 2 if they can't be made."""
     # Keeps MuJoCo's notices about the -v4 models out of the terminal and of a MUJOCO_LOG.TXT in this folder
@@ -168,12 +180,7 @@ def make_environments(args: Args) -> list[gym.Env]:
     sys.path.append(os.getcwd())  # for a `module:Id`
     try:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            envs = [gym.make(args.env_id, disable_env_checker=True) for _ in range(args.num_envs)]
-            space = envs[0].observation_space
-            # A Dict of vectors, as dm_control's tasks and those with a goal have, becomes one vector
-            if isinstance(space, gym.spaces.Dict) and all(isinstance(part, gym.spaces.Box) for part in space.values()):
-                envs = [gym.wrappers.FlattenObservation(env) for env in envs]
-            return envs
+            return [with_vectors(gym.make(args.env_id, disable_env_checker=True)) for _ in range(args.num_envs)]
     except (Exception, SystemExit) as error:  # a module that the environment comes from may raise anything
         nearest = ", ".join(difflib.get_close_matches(args.env_id, gym.registry, cutoff=0.4)) or "none"
         is_known = args.env_id.rpartition(":")[2] in gym.registry
@@ -236,8 +243,9 @@ class ActionRange:
 
     def __init__(self, space: gym.spaces.Box):
         self.low, self.high = space.low[None], space.high[None]  # for [1, A] NumPy is faster than at broadcasting
-        is_endless = np.subtract(self.high, self.low, dtype=np.float64) > 2e9  # dm_control writes ±1e10 for no limit
-        low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
+        half_width = (self.high / 2 - self.low / 2).astype(np.float64)
+        self.is_endless = half_width > 1e9  # dm_control writes ±1e10 for no limit
+        low, high = np.where(self.is_endless, -1, self.low), np.where(self.is_endless, 1, self.high)
         self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
@@ -1457,7 +1465,8 @@ def check_args(args: Args) -> None:
     if getattr(args, "compile", False) and not has_cuda:
         header = os.path.join(sysconfig.get_path("include"), "Python.h")
         if shutil.which(compiler) is None or not os.path.exists(header):
-            fail("compile", True, f"needs the C++ compiler {compiler} and {header}")
+            missing = header if shutil.which(compiler) else f"the C++ compiler {compiler}"
+            fail("compile", True, f"needs {missing}, which is not there")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("track", True, "needs the wandb package: pip install wandb")
 

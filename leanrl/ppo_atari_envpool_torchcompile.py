@@ -533,7 +533,8 @@ def check_args(args: Args) -> None:
     if getattr(args, "compile", False) and not has_cuda:
         header = os.path.join(sysconfig.get_path("include"), "Python.h")
         if shutil.which(compiler) is None or not os.path.exists(header):
-            fail("compile", True, f"needs the C++ compiler {compiler} and {header}")
+            missing = header if shutil.which(compiler) else f"the C++ compiler {compiler}"
+            fail("compile", True, f"needs {missing}, which is not there")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("track", True, "needs the wandb package: pip install wandb")
 

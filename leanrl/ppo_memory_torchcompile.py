@@ -228,8 +228,9 @@ class ActionRange:
 
     def __init__(self, space: gym.spaces.Box):
         self.low, self.high = space.low[None], space.high[None]  # for [1, A] NumPy is faster than at broadcasting
-        is_endless = np.subtract(self.high, self.low, dtype=np.float64) > 2e9  # dm_control writes ±1e10 for no limit
-        low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
+        half_width = (self.high / 2 - self.low / 2).astype(np.float64)
+        self.is_endless = half_width > 1e9  # dm_control writes ±1e10 for no limit
+        low, high = np.where(self.is_endless, -1, self.low), np.where(self.is_endless, 1, self.high)
         self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
@@ -310,8 +311,8 @@ class Environments:
             self.previous = self.codes[action]
             taken = action + self.first_action
         else:
-            self.previous = action.clip(-1, 1)
             taken = self.to_range(action)
+            self.previous = np.where(self.to_range.is_endless, taken, action.clip(-1, 1)).astype(np.float32)
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
         if self.is_minigrid:
             terminated = terminated | (truncated & (reward != 0))  # EnvPool tells nothing of a goal in the last step
@@ -1356,7 +1357,8 @@ def check_args(args: Args) -> None:
     if getattr(args, "compile", False) and not has_cuda:
         header = os.path.join(sysconfig.get_path("include"), "Python.h")
         if shutil.which(compiler) is None or not os.path.exists(header):
-            fail("compile", True, f"needs the C++ compiler {compiler} and {header}")
+            missing = header if shutil.which(compiler) else f"the C++ compiler {compiler}"
+            fail("compile", True, f"needs {missing}, which is not there")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("track", True, "needs the wandb package: pip install wandb")
 

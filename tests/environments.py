@@ -159,9 +159,9 @@ class InParts(gym.ObservationWrapper):
 
     def __init__(self, **kwargs):
         super().__init__(Counter(**kwargs))
-        parts = {"b": (1, 1), "a": (2,)}  # which Gymnasium sorts by their names
+        parts = {"b": ((1, 1), np.float64), "a": ((2,), np.int64)}  # which Gymnasium sorts by their names
         self.observation_space = gym.spaces.Dict(
-            {name: gym.spaces.Box(-np.inf, np.inf, shape, np.float64) for name, shape in parts.items()}
+            {name: gym.spaces.Box(-100, 100, *part) for name, part in parts.items()}  # some give floats for integers
         )
 
     def observation(self, observation):
@@ -194,6 +194,7 @@ SPACES = {  # name: observation space, action space
     "UnboundedAction": (VECTOR, gym.spaces.Box(-np.inf, np.inf, (2,))),
     "HalfBoundedAction": (VECTOR, gym.spaces.Box(np.array([-1, -np.inf], np.float32), np.ones(2, np.float32))),
     "FarAction": (VECTOR, gym.spaces.Box(-3e38, 3e38, (2,))),
+    "UnlimitedAction": (VECTOR, gym.spaces.Box(-1e10, 1e10, (2,), np.float64)),
     "MatrixAction": (VECTOR, gym.spaces.Box(-1, 1, (2, 2))),
     "WideAction": (VECTOR, gym.spaces.Box(-np.arange(1, 41, dtype=np.float32), np.float32(np.inf), (40,))),
     "ShiftedAction": (VECTOR, gym.spaces.Discrete(3, start=1)),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import environments
+import ppo_memory
 import test_run_files
 from ppo_continuous_action import ActionRange
 
@@ -62,6 +63,14 @@ def test_actions_have_the_type_of_their_space(launch, script, name):
 def test_ranges_without_an_end(launch, script):
     """PPO's policy fills none of them."""
     check(launch, script, "endless")
+
+
+def test_a_memory_sees_what_was_taken_of_ranges_without_an_end():
+    envs = ppo_memory.Environments(ppo_memory.Args(env_id="Typedendless-v0", num_envs=2))
+    envs.begin(0)
+    envs.step(np.float32([[2.5, -3, -0.8, 4], [0.5, 7, 1.5, -2]]))
+    previous = envs.inputs[:, 3:7]  # after the observation
+    np.testing.assert_array_equal(previous, np.float32([[2.5, -3, 0, 1], [0.5, 7, 1.5, -2]]))
 
 
 @pytest.mark.parametrize("name", ["int32", "int64"])
