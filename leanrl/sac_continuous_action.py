@@ -162,11 +162,11 @@ def first_observations(envs: Sequence[gym.Env], seed: int, step: int) -> list[np
     return [env.reset(seed=reset_seed)[0] for env, reset_seed in zip(envs, seeds, strict=False)]
 
 
-def action_bounds(env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def action_bounds(args: Args, env: gym.Env, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest and the highest actions, [A]; ends the program with exit status 2 if a range has no end, or hardly."""
     low, high = (torch.as_tensor(bound).float() for bound in (env.action_space.low, env.action_space.high))
     if not (high / 2 - low / 2 <= 1e9).all():  # dm_control writes ±1e10 for no limit
-        fail("env_id", env.spec.id, f"its actions must be in bounds at most 2e9 apart, not {env.action_space}")
+        fail("env_id", args.env_id, f"its actions must be in bounds at most 2e9 apart, not {env.action_space}")
     return low.to(device), high.to(device)
 
 
@@ -371,7 +371,7 @@ class SACAgent(nn.Module):
         super().__init__()
         self.args, self.buffer, self.write = args, buffer, buffer.write
         observation_dim, self.action_dim = env.observation_space.shape[0], env.action_space.shape[0]
-        self.action_space, (low, high) = env.action_space, action_bounds(env, device)
+        self.action_space, (low, high) = env.action_space, action_bounds(args, env, device)
         self.scale, self.bias = (high - low) / 2, (high + low) / 2
         # -action_dim for actions in [-1, 1] (appendix D); scaling an action by s adds log s to its entropy
         self.target_entropy = self.scale.clamp(min=1e-6).log().sum() - self.action_dim  # a range may be 0

@@ -296,8 +296,8 @@ def test_spaces_that_the_algorithm_cannot_take(refused, script):
             continue  # refused as every discrete action is
         if name in ENDLESS and script.startswith(("ppo_continuous", "appo")):
             continue  # which take ranges without an end as they are
-        err = refused(script, "--env-id", f"{name}{kind}-v0")
-        assert f"--env-id {name}{kind}-v0: " in err and "must be" in err
+        err = refused(script, "--env-id", f"environments:{name}{kind}-v0")
+        assert f"--env-id environments:{name}{kind}-v0: " in err and "must be" in err
         assert ("observations" if action_space is None else "actions") in err
         assert type(action_space or observation_space).__name__ in err
     if len(kinds) == 1:
