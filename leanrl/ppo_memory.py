@@ -221,9 +221,10 @@ class ActionRange:
     def __init__(self, space: gym.spaces.Box):
         self.low, self.high = space.low[None], space.high[None]  # for [1, A] NumPy is faster than at broadcasting
         half_width = (self.high / 2 - self.low / 2).astype(np.float64)
-        self.is_endless = half_width > 1e9  # dm_control writes ±1e10 for no limit
-        low, high = np.where(self.is_endless, -1, self.low), np.where(self.is_endless, 1, self.high)
+        is_endless = half_width > 1e9  # dm_control writes ±1e10 for no limit
+        low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
         self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
+        self.limits = np.where(is_endless, self.low, -1), np.where(is_endless, self.high, 1)  # of the policy's actions
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
         """[N, A] -> [N, A], of the space's type."""
@@ -304,7 +305,7 @@ class Environments:
             taken = action + self.first_action
         else:
             taken = self.to_range(action)
-            self.previous = np.where(self.to_range.is_endless, taken, action.clip(-1, 1)).astype(np.float32)
+            self.previous = action.clip(*self.to_range.limits)
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
         if self.is_minigrid:
             terminated = terminated | (truncated & (reward != 0))  # EnvPool tells nothing of a goal in the last step
