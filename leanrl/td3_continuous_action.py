@@ -221,8 +221,8 @@ class ReplayRing:
         frequency = getattr(args, "train_frequency", 1)
         most_staged = -(-frequency // args.num_envs) * args.num_envs  # between two uploads
         self.rows, self.ahead = max(self.capacity, most_staged), 4 * most_staged  # slots of two uploads
-        # A truncation takes one more slot, for its last observation; with more of them fewer transitions fit
-        truncations = self.rows // min(env.spec.max_episode_steps or 100, 100)
+        # A truncation takes one more slot, for its last observation; if they are more frequent, fewer transitions fit
+        truncations = self.rows // min(env.spec.max_episode_steps or 10, 100)
         self.slots, self.taken = self.rows + truncations + 2 * self.ahead, 0
         self.owners = array.array("i", [-1]) * self.slots  # the newest transition of each slot
         self.arrived = [None] * args.num_envs  # the slots of what each environment has arrived at; None: begins anew

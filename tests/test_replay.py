@@ -111,6 +111,7 @@ def oldest_held(ring, happened):
     [
         ([(3, "terminated"), (7, "terminated and truncated")], None, 20),
         ([(100, "truncated")], 1000, 200),
+        ([(10, "truncated")], None, 200),
         ([(5, "truncated")], 5, 20),
         (MIXED, 100, 20),
     ],
@@ -325,9 +326,8 @@ def test_ring_memory_is_one_observation_a_transition():
     env = gym.make("CartPole-v1")
     ring = ReplayRing(args_of(10_000, batch_size=128, train_frequency=10), env, CPU)
     assert ring.nbytes < 10_000 * (4 * 4 + 4 + 4 + 8) * 1.015
-    ring = ReplayRing(
-        args_of(10_000, batch_size=128), fake_env(discrete=True, dtype=np.uint8, observation_dim=128), CPU
-    )
+    images = fake_env(discrete=True, dtype=np.uint8, observation_dim=128, limit=1000)
+    ring = ReplayRing(args_of(10_000, batch_size=128), images, CPU)
     assert ring.storage["observation"].dtype == torch.uint8
     assert ring.nbytes < 10_000 * (128 + 4 + 4 + 8) * 1.015
 
