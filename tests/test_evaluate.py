@@ -289,8 +289,9 @@ def test_what_was_played_before_an_error_is_told(folder_of, monkeypatch, capsys)
         return played(env, policy, *rest)
 
     monkeypatch.setattr(evaluate, "play", play)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as caught:
         run(good, bad, "--episodes", 3)
+    assert str(bad) in caught.value.__notes__[0]
     _, row = capsys.readouterr().out.splitlines()
     assert row.startswith(good.name) and len(lines_of(good)) == 3 and not (bad / "eval.jsonl").exists()
 
@@ -581,6 +582,20 @@ def test_exported_policy_runs_without_this_repository(folder_of, tmp_path):
     for path, actions in expected.items():
         for one, other in zip(torch.load(f"{path}.out"), actions, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("script", [SAC, "td3_continuous_action_torchcompile"])
+@pytest.mark.parametrize("bound, dtype", [(1, np.float64), (1000, np.float32)])
+def test_rounding_does_not_keep_a_policy_from_being_exported(script, bound, dtype, tmp_path):
+    """The network is of float32, whatever the actions' type and range."""
+    space, module = gym.spaces.Box(-bound, bound, (6,), dtype), importlib.import_module(script)
+    env = SimpleNamespace(observation_space=gym.spaces.Box(-np.inf, np.inf, (24,)), action_space=space)
+    actor = module.GaussianActor if script == SAC else module.DeterministicActor
+    parts = {"agent": {"actor": 1.5 * module.FlatModule(actor(24, 6)).initial}}
+    path = tmp_path / "policy.pt2"
+    evaluate.export(evaluate.make_policy(module, env, parts), env.observation_space, path)
+    action = torch.export.load(path).module()(evaluate.random_observations(env.observation_space, 3))
+    assert action.dtype == torch.from_numpy(space.low).dtype and (action.abs() <= bound).all()
 
 
 def test_a_program_that_acts_otherwise_is_not_written(folder_of, tmp_path, monkeypatch, capsys):
