@@ -220,8 +220,9 @@ def run_process(
     timeout: float,
     environment: dict[str, str] | None = None,
     watch: Callable[[int], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    folder: Path = ROOT,
 ):
-    """Runs a command to its end; returns (exit status, None after `timeout` seconds), stdout and stderr.
+    """Runs a command in `folder` to its end; returns (exit status, None after `timeout` seconds), stdout and stderr.
 
     Whatever interrupts this call, Ctrl-C included, ends the command and its children; on Linux the command also ends if
     this program is killed. The context `watch(pid)` is that in which it runs.
@@ -232,7 +233,7 @@ def run_process(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         start_new_session=True,
         preexec_fn=partial(end_with_parent, os.getpid()) if PRCTL else None,
@@ -256,7 +257,8 @@ def terminate_like_interrupt() -> None:
 
 def scrub(text: str) -> str:
     """`text` without the folders of this machine."""
-    for path, name in ((ROOT, "."), (tempfile.gettempdir(), "TMP"), (sys.prefix, "PYTHON"), (Path.home(), "~")):
+    folders = [(ROOT, "."), (Path.cwd(), "HERE"), (tempfile.gettempdir(), "TMP"), (sys.prefix, "PYTHON")]
+    for path, name in [*folders, (Path.home(), "~")]:
         if len(str(path)) > 1:
             text = re.sub(rf"{re.escape(str(path))}(?![\w-])", name, text)
     return text
@@ -281,6 +283,8 @@ def run_script(
 ) -> dict:
     """Runs leanrl/`name`.py once; what came of it, with `status` finished or failed and the script's summary.
 
+    It runs where this program does, for a `module:Id` of an environment may be there.
+
     `watch` is `run_process`'s; what `collect` makes of the folder of a finished run becomes a part of the record.
     """
     record = {
@@ -290,7 +294,7 @@ def run_script(
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         command = [sys.executable, str(SCRIPTS / f"{name}.py"), *flags, "--output-dir", folder]
-        code, out, err = run_process(command, timeout, environment, watch)
+        code, out, err = run_process(command, timeout, environment, watch, Path.cwd())
         record["process_seconds"] = round(time.perf_counter() - started, 2)
         summaries = list(Path(folder).glob("*/summary.json"))
         summary = json.loads(summaries[0].read_text()) if len(summaries) == 1 else None

@@ -174,6 +174,17 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def test_an_environment_of_the_current_folder_can_be_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "at_hand.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('Here-v0', 'gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=9)\n"
+    )
+    flags = ["--env-id", "at_hand:Here-v0", "--total-timesteps", "512"]
+    assert speed.run_script("ppo", flags, timeout=60)["status"] == "finished"
+    assert speed.scrub(f"no {tmp_path}/at_hand.py") == "no HERE/at_hand.py"
+
+
 def test_interrupt_and_timeout_end_the_child(stand_in, tmp_path):
     flags = ["--num-envs", "4"]
     assert speed.run_script("dqn", flags, timeout=1.0)["reason"] == "stopped after 1 s"
@@ -516,6 +527,14 @@ def test_the_output_that_the_readme_shows_is_that_of_the_recorded_run():
     readme = (ROOT / "README.md").read_text()
     assert f"return {run['episode_return']} (mean of the last {run['episodes']} of" in readme
     assert f"{run['fps']} steps/s on {run['device_name']}, warm-up {run['warmup_seconds']} s" in readme
+
+
+@pytest.mark.parametrize("script", ["ppo_memory", "dqn_memory"])
+def test_the_return_that_a_script_tells_is_that_of_the_readme(script):
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if f"| [`{script}.py`]" in line)
+    expected = re.search(r"TMaze-v0 \| (\S+ ± \S+) \| 100,000 ", row)[1]
+    for version in ("", "_torchcompile"):
+        assert f"is {expected} after 100,000 steps" in (ROOT / "leanrl" / f"{script}{version}.py").read_text()
 
 
 def test_no_result_names_a_folder_of_a_machine():
