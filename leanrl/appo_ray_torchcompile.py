@@ -247,7 +247,6 @@ class ActionRange:
         is_endless = half_width > 1e9  # dm_control writes ±1e10 for no limit
         low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
         self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
-        self.limits = np.where(is_endless, self.low, -1), np.where(is_endless, self.high, 1)  # of the policy's actions
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
         """[N, A] -> [N, A], of the space's type."""

@@ -235,7 +235,6 @@ class ActionRange:
         is_endless = half_width > 1e9  # dm_control writes ±1e10 for no limit
         low, high = np.where(is_endless, -1, self.low), np.where(is_endless, 1, self.high)
         self.middle, self.half_width = low / 2 + high / 2, high / 2 - low / 2
-        self.limits = np.where(is_endless, self.low, -1), np.where(is_endless, self.high, 1)  # of the policy's actions
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
         """[N, A] -> [N, A], of the space's type."""
@@ -275,7 +274,10 @@ class Environments:
         self.action_dim = int(space.n) if self.is_discrete else space.shape[0]
         self.codes = np.eye(self.action_dim, dtype=np.float32)  # of discrete actions, one-hot
         self.first_action = space.dtype.type(getattr(space, "start", 0))
-        self.to_range = None if self.is_discrete else ActionRange(space)
+        if not self.is_discrete:
+            self.to_range = ActionRange(space)
+            middle, half_width = self.to_range.middle, np.maximum(self.to_range.half_width, 1e-30)
+            self.limits = (space.low - middle) / half_width, (space.high - middle) / half_width  # of its own actions
         try:
             self.encode = encoder(self.observation_space)
             self.begin(0)
@@ -316,7 +318,7 @@ class Environments:
             taken = action + self.first_action
         else:
             taken = self.to_range(action)
-            self.previous = action.clip(*self.to_range.limits)
+            self.previous = action.clip(*self.limits)
         observation, reward, terminated, truncated, _ = self.envs.step(taken)
         if self.is_minigrid:
             terminated = terminated | (truncated & (reward != 0))  # EnvPool tells nothing of a goal in the last step

@@ -1,5 +1,6 @@
 """benchmarks/evaluate.py: what it plays, that it acts as the agent does, what it writes and refuses."""
 
+import contextlib
 import errno
 import functools
 import importlib
@@ -596,6 +597,25 @@ def test_rounding_does_not_keep_a_policy_from_being_exported(script, bound, dtyp
     evaluate.export(evaluate.make_policy(module, env, parts), env.observation_space, path)
     action = torch.export.load(path).module()(evaluate.random_observations(env.observation_space, 3))
     assert action.dtype == torch.from_numpy(space.low).dtype and (action.abs() <= bound).all()
+
+
+def test_a_narrow_action_is_compared_by_its_own_size(tmp_path, monkeypatch):
+    """Beside one of a million, where a difference of 0.01 is rounding."""
+    policy, load = torch.nn.Linear(4, 2), torch.export.load
+    with torch.no_grad():
+        policy.weight[0] *= 1e6
+    space, path = gym.spaces.Box(-np.inf, np.inf, (4,)), tmp_path / "policy.pt2"
+    for difference, is_written in (torch.tensor([0.01, 0]), True), (torch.tensor([0, 0.01]), False):
+        path.unlink(missing_ok=True)
+
+        def other(file, difference=difference):
+            program = load(file).module()
+            return SimpleNamespace(module=lambda: lambda observation: program(observation) + difference)
+
+        monkeypatch.setattr(torch.export, "load", other)
+        with contextlib.nullcontext() if is_written else pytest.raises(SystemExit):
+            evaluate.export(policy, space, path)
+        assert path.exists() == is_written
 
 
 def test_a_program_that_acts_otherwise_is_not_written(folder_of, tmp_path, monkeypatch, capsys):
