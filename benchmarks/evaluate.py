@@ -335,7 +335,7 @@ def make_env(
             env.reset(seed=0)
             picture(env)
         except Exception as error:  # what a missing display raises is each renderer's own
-            hint = "MuJoCo needs the library libegl1 or libosmesa6, the classic tasks need pygame"
+            hint = "MuJoCo needs the library libegl1 or libosmesa6, the classic tasks need pygame-ce"
             fail(f"--video: {env_id} can't be drawn here; {hint} ({first_line(error)})")
     return env_id, env
 
