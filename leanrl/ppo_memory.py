@@ -265,8 +265,9 @@ class Environments:
         self.first_action = space.dtype.type(getattr(space, "start", 0))
         if not self.is_discrete:
             self.to_range = ActionRange(space)
-            middle, half_width = self.to_range.middle, np.maximum(self.to_range.half_width, 1e-30)
-            self.limits = (space.low - middle) / half_width, (space.high - middle) / half_width  # of its own actions
+            # The least and the greatest action that the policy's own are seen as; both 0 where a range has no width
+            half_width = np.maximum(self.to_range.half_width, 1e-30, dtype=np.float64)
+            self.limits = [np.float32((end - self.to_range.middle) / half_width) for end in (space.low, space.high)]
         try:
             self.encode = encoder(self.observation_space)
             self.begin(0)

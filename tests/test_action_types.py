@@ -49,6 +49,8 @@ class Typed(gym.Env):
 
 for name in ("float16", "float32", "float64", "int32", "int64"):
     gym.register(f"Typed{name}-v0", Typed, kwargs={"dtype": np.dtype(name)})
+    narrow = {"low": (-2, 0, 4), "high": (2, 0, 4)}
+    gym.register(f"Typednarrow{name}-v0", Typed, kwargs={"dtype": np.dtype(name), **narrow})
 ENDLESS = {"low": (-np.inf, -1e10, 0, -np.inf), "high": (np.inf, 1e10, np.inf, 1)}
 gym.register("Typedendless-v0", Typed, kwargs={"dtype": np.dtype("float32"), **ENDLESS})
 
@@ -71,6 +73,15 @@ def test_a_memory_sees_what_was_taken_of_ranges_without_an_end():
     envs.step(np.float32([[2.5, -3, -0.8, 4], [0.5, 7, 1.5, -2]]))
     previous = envs.inputs[:, 3:7]  # after the observation
     np.testing.assert_array_equal(previous, np.float32([[2.5, -3, 0, 1], [0.5, 7, 1.5, -2]]))
+
+
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+def test_a_memory_sees_zero_of_ranges_without_a_width(name):
+    args = ppo_memory.Args(env_id=f"Typednarrow{name}-v0", num_envs=2)
+    envs = ppo_memory.Environments(args)
+    envs.begin(0)
+    envs.step(np.float32([[0.5, 3, -2], [-7, 0, 0.25]]))
+    np.testing.assert_array_equal(envs.inputs[:, 3:6], np.float32([[0.5, 0, 0], [-1, 0, 0]]))
 
 
 @pytest.mark.parametrize("name", ["int32", "int64"])
