@@ -275,7 +275,7 @@ class Environments:
             self.to_range = ActionRange(space)
             # The least and the greatest action that the policy's own are seen as; both 0 where a range has no width
             half_width = np.maximum(self.to_range.half_width, 1e-30, dtype=np.float64)
-            self.limits = [np.float32((end - self.to_range.middle) / half_width) for end in (space.low, space.high)]
+            self.limits = [(end - self.to_range.middle) / half_width for end in (space.low, space.high)]
         try:
             self.encode = encoder(self.observation_space)
             self.begin(0)

@@ -49,8 +49,9 @@ class Typed(gym.Env):
 
 for name in ("float16", "float32", "float64", "int32", "int64"):
     gym.register(f"Typed{name}-v0", Typed, kwargs={"dtype": np.dtype(name)})
-    narrow = {"low": (-2, 0, 4), "high": (2, 0, 4)}
-    gym.register(f"Typednarrow{name}-v0", Typed, kwargs={"dtype": np.dtype(name), **narrow})
+NARROW = {"low": (-2, 0, 4), "high": (2, 0, 4)}
+for name in ("float16", "float32", "float64"):
+    gym.register(f"Typednarrow{name}-v0", Typed, kwargs={"dtype": np.dtype(name), **NARROW})
 ENDLESS = {"low": (-np.inf, -1e10, 0, -np.inf), "high": (np.inf, 1e10, np.inf, 1)}
 gym.register("Typedendless-v0", Typed, kwargs={"dtype": np.dtype("float32"), **ENDLESS})
 
