@@ -273,7 +273,7 @@ class Environments:
         self.first_action = space.dtype.type(getattr(space, "start", 0))
         if not self.is_discrete:
             self.to_range = ActionRange(space)
-            # The least and the greatest action that the policy's own are seen as; both 0 where a range has no width
+            # The policy's own actions are seen within these, as 0 where a range has no width; 1e-30 is 0 in float16
             half_width = np.maximum(self.to_range.half_width, 1e-30, dtype=np.float64)
             self.limits = [(end - self.to_range.middle) / half_width for end in (space.low, space.high)]
         try:
